@@ -1,0 +1,133 @@
+"""The complete tree: every key, its default, its unit, and why it is there. An experiment is this plus a few assignments.
+
+A section is named for the component that receives it, and its keys are that component's keyword arguments.
+"""
+
+from ml_collections import ConfigDict
+from ml_collections.config_dict import placeholder
+
+
+def get_config(arg: str = "") -> ConfigDict:
+    """Args: arg: "runlocal" is understood by the experiments, not here."""
+    c = ConfigDict()
+    c.seed = 0  # fixes tasks, draws, demonstrations and initial weights
+    c.init_from = ""  # HF checkpoint directory to start from; empty starts from scratch with `model`
+
+    c.model = ConfigDict()  # the shape of a policy from scratch (Qwen3's), used where init_from is empty
+    c.model.width = 128  # D
+    c.model.layers = 4  # L
+    c.model.heads = 4  # N
+    c.model.kv_heads = 1  # K: one key head keeps the cache small enough for a CPU's second-level cache
+    c.model.head_width = 32  # H
+    c.model.ffn_width = 256  # F
+    c.model.rope_theta = 1e4  # base of the rotary embedding; short rows need no more
+    c.model.tied_head = True  # the output head is the embedding
+
+    c.mesh = ConfigDict()
+    c.mesh.cpu_devices = 2  # CPU only: virtual devices; small programs use one core each
+    c.mesh.data = 0  # axis sizes; 0 takes the devices that the other axes leave
+    c.mesh.fsdp = 1
+    c.mesh.tensor = 1
+
+    c.env = ConfigDict()
+    c.env.name = "chain"  # a file of jaxagent/envs, or a dotted module
+    c.env.options = ConfigDict()  # keyword arguments of the world, checked against its signature
+
+    c.agent = ConfigDict()  # budgets of an episode
+    c.agent.max_turns = 8
+    c.agent.max_tokens = 1024  # of the whole row: prompt, turns, observations
+
+    c.sampling = ConfigDict()  # of training rollouts; evaluation has its own
+    c.sampling.temperature = 1.0
+    c.sampling.top_k = 0  # 0 is off; truncated sampling is refused for training, its ratios would be wrong
+    c.sampling.top_p = 1.0
+    c.sampling.max_tokens = 256  # per turn
+
+    c.rollout = ConfigDict()
+    c.rollout.concurrency = 256  # episodes played at once
+    c.rollout.deadline_s = 600.0  # of one episode
+    c.rollout.attempts = 3  # of an episode that the infrastructure broke
+
+    c.feed = ConfigDict()
+    c.feed.prompts = 16  # groups of a step
+    c.feed.rollouts = 8  # trajectories of a group
+    c.feed.max_rounds = 3  # of replacing groups without a signal, where the algorithm selects mixed groups
+    c.feed.max_staleness = 0  # versions between sampling and training
+
+    c.algo = ConfigDict()
+    c.algo.name = "grpo"  # a row of algos/table.py; the keys below replace its columns
+    c.algo.aggregate = placeholder(str)
+    c.algo.select = placeholder(str)
+    c.algo.clip_low = placeholder(float)
+    c.algo.clip_high = placeholder(float)
+    c.algo.length = placeholder(float)  # tokens, the constant of sequence_sum_norm
+
+    c.engine = ConfigDict()
+    c.engine.slots = 32  # trajectories resident at once, per replica
+    c.engine.slot_tokens = 1024  # longest trajectory
+    c.engine.decode_tokens = 16  # tokens per call of the device
+    c.engine.append_rows = 8  # rows per prefill call
+    c.engine.append_tokens = (64,)  # prefill lengths that are compiled
+    c.engine.chunk = 128  # cache positions read at once; equal to slot_tokens reads the slot in one pass
+    c.engine.fork_min_tokens = 32  # group prompts shorter than this are prefilled again instead of copied
+    c.engine.stop_tokens = 4  # most stop ids of a template
+    c.engine.linger = 0.3  # longest wait for company, as a share of a decode call
+    c.engine.dtype = "float32"  # of the sampler's weights and cache
+
+    c.learner = ConfigDict()
+    c.learner.batch_rows = 8  # packed rows of a micro-batch
+    c.learner.row_tokens = 1024  # tokens of a packed row
+    c.learner.head_chunk = 1024  # tokens whose logits exist at once
+    c.learner.remat = False  # recompute layers in the backward pass: less memory, a third more work
+    c.learner.dtype = "float32"  # of the forward and backward pass; weights and moments stay float32
+    c.learner.entropy_coef = 0.0
+    c.learner.tis_cap = 0.0  # cap of the importance weight old / behaviour; 0 is off, needs train.old_logprob=trainer
+
+    c.train = ConfigDict()
+    c.train.steps = 100
+    c.train.minibatches = 1  # optimizer steps per batch of groups
+    c.train.old_logprob = "sampler"  # or "trainer": one more forward pass; against which ratios are taken
+    c.train.max_broken = 0.5  # share of episodes lost to infrastructure that ends the run with a message
+
+    c.optimizer = ConfigDict()  # AdamW of the reinforcement phase
+    c.optimizer.lr = 1e-6
+    c.optimizer.lr_final = 0.0
+    c.optimizer.warmup_steps = 10
+    c.optimizer.b1 = 0.9
+    c.optimizer.b2 = 0.99
+    c.optimizer.weight_decay = 0.0
+    c.optimizer.clip_norm = 1.0
+
+    c.warmup = ConfigDict()  # supervised learning on the world's demonstrations, before reinforcement
+    c.warmup.steps = 0
+    c.warmup.demos = 1000
+    c.warmup.batch = 32  # demonstrations per step
+
+    c.warmup_optimizer = ConfigDict()  # AdamW of the warm-up
+    c.warmup_optimizer.lr = 3e-3
+    c.warmup_optimizer.lr_final = 3e-4
+    c.warmup_optimizer.warmup_steps = 0
+    c.warmup_optimizer.b1 = 0.9
+    c.warmup_optimizer.b2 = 0.98
+    c.warmup_optimizer.weight_decay = 0.01
+    c.warmup_optimizer.clip_norm = 1.0
+
+    c.evaluate = ConfigDict()
+    c.evaluate.every = 20  # steps between evaluations on validation tasks; 0 is never
+    c.evaluate.tasks = 128  # validation tasks
+    c.evaluate.final_tasks = 256  # test tasks, before and after
+    c.evaluate.rollouts = 1  # k, episodes per task
+    c.evaluate.temperature = 1.0
+    c.evaluate.ablate = True  # also score with tool results made to say nothing
+
+    c.checkpoint = ConfigDict()
+    c.checkpoint.every = 20  # steps
+    c.checkpoint.keep = 2
+
+    c.sandbox = ConfigDict()
+    c.sandbox.url = ""  # of a running server; empty starts the embedded one
+    c.sandbox.token_file = ""  # its bearer token; needed with a url
+    c.sandbox.code = "auto"  # embedded server: auto, require or off; see sandbox-server --help
+    c.sandbox.min_isolation = "L2"  # embedded server: weakest level at which code may run
+    c.sandbox.timeout_s = 30.0  # of a request, retries included
+    return c

@@ -1,0 +1,46 @@
+"""`make maze`: a tiny policy learns to read door signs on maps it has never seen; the smoke test of the whole chain."""
+
+from base import get_config as base
+from ml_collections import ConfigDict
+
+
+def get_config(arg: str = "") -> ConfigDict:
+    """Args: arg: "runlocal" gives a run of seconds that touches every part."""
+    c = base()
+    c.env.name = "maze"
+    c.env.options = ConfigDict({"rooms": 16, "distance": (5, 8)})
+
+    c.model.width, c.model.layers, c.model.heads, c.model.ffn_width = 64, 2, 2, 128
+    c.model.tied_head = False
+    c.model.rope_theta = 100.0
+
+    c.agent.max_turns = 16
+    c.agent.max_tokens = 160
+    c.sampling.max_tokens = 4
+    c.engine.slots = 32
+    c.engine.slot_tokens = c.engine.chunk = 160
+    c.engine.decode_tokens = 3
+    c.engine.append_rows = 16
+    c.engine.append_tokens = (8,)
+    c.learner.batch_rows = 8
+    c.learner.row_tokens = 160
+
+    c.algo.name = "grpo"
+    c.algo.aggregate = "token_mean"
+    c.algo.clip_high = 0.28
+    c.optimizer.lr = 1e-3
+    c.optimizer.lr_final = 1e-4
+    c.train.steps = 60
+    c.train.minibatches = 2
+    c.feed.prompts = 8
+    c.feed.rollouts = 8
+    c.warmup.steps = 60
+    c.warmup.demos = 960
+    c.warmup.batch = 16
+    c.evaluate.every = 10
+
+    if arg == "runlocal":
+        c.warmup.steps, c.warmup.demos, c.warmup.batch = 4, 32, 8
+        c.train.steps, c.feed.prompts, c.feed.rollouts = 2, 2, 4
+        c.evaluate.every, c.evaluate.tasks, c.evaluate.final_tasks = 1, 4, 4
+    return c

@@ -1,0 +1,84 @@
+"""The command line. Every command is a thin door to a function that Python callers use too.
+
+jaxagent train    --config=FILE[:ARG] --workdir=DIR [--config.KEY=VALUE ...]
+jaxagent eval     --workdir=DIR [--tasks=N] [--rollouts=K] [--split=test] [--temperature=T]
+jaxagent generate --checkpoint=DIR --prompt=TEXT [--temperature=T] [--max-tokens=N]
+jaxagent view     DIR
+jaxagent export   --workdir=DIR --to=DIR [--dtype=float32]
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+# Each command's module is imported when it is called: --help must not wait for JAX.
+_HOME = {
+    "train": "jaxagent.train",
+    "eval": "jaxagent.evaluate",
+    "generate": "jaxagent.policy",
+    "export": "jaxagent.policy",
+    "view": "jaxagent.view",
+}
+
+
+def parser() -> argparse.ArgumentParser:
+    formatter = argparse.RawDescriptionHelpFormatter
+    whole = argparse.ArgumentParser("jaxagent", description=__doc__, formatter_class=formatter)
+    commands = whole.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    train = commands.add_parser("train", help="reinforcement learning, with a supervised warm-up")
+    train.add_argument("--config", required=True, help="a file with get_config(arg), as FILE or FILE:ARG")
+    train.add_argument("--workdir", required=True)
+    evaluate = commands.add_parser("eval", help="success on held-out tasks, with its confidence interval")
+    evaluate.add_argument("--workdir", required=True)
+    evaluate.add_argument("--tasks", type=int, help="default: evaluate.final_tasks of the run")
+    evaluate.add_argument("--rollouts", type=int, help="k, episodes per task; default: evaluate.rollouts of the run")
+    evaluate.add_argument("--split", default="test", choices=["train", "valid", "test"])
+    evaluate.add_argument("--temperature", type=float, help="default: evaluate.temperature of the run")
+    generate = commands.add_parser("generate", help="one answer of a checkpoint")
+    generate.add_argument("--checkpoint", required=True, help="a Hugging Face checkpoint directory")
+    generate.add_argument("--prompt", required=True)
+    generate.add_argument("--temperature", type=float, default=1.0)
+    generate.add_argument("--max-tokens", type=int, default=256)
+    view = commands.add_parser("view", help="writes report.html of a run")
+    view.add_argument("workdir")
+    export = commands.add_parser("export", help="writes a run's policy as a Hugging Face checkpoint directory")
+    export.add_argument("--workdir", required=True)
+    export.add_argument("--to", required=True)
+    export.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
+    return whole
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command; returns its exit code. A fault of the user's is told in a sentence, without a traceback."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    overrides = [a.removeprefix("--config.") for a in arguments if a.startswith("--config.")]
+    options = vars(parser().parse_args([a for a in arguments if not a.startswith("--config.")]))
+    command = options.pop("command")
+    if overrides and command != "train":
+        print("--config.KEY=VALUE belongs to jaxagent train", file=sys.stderr)
+        return 2
+    home = importlib.import_module(_HOME[command])
+    faults: tuple[type[Exception], ...] = (ValueError, *getattr(home, "FAULTS", ()))
+    try:
+        return call(command, home, overrides, options)
+    except faults as error:
+        print(error, file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("stopped; the same command goes on from the last checkpoint", file=sys.stderr)
+        return 130
+
+
+def call(command: str, home: Any, overrides: Sequence[str], options: dict[str, Any]) -> int:
+    if command == "train":
+        return home.run(options["config"], overrides, options["workdir"])
+    done = {"eval": "report", "view": "write_report"}.get(command, command)
+    return getattr(home, done)(**options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

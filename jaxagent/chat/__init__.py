@@ -1,0 +1,1 @@
+"""Messages to tokens and back. One file per family holds its template and its tool-call parser together."""

@@ -1,0 +1,210 @@
+"""Configs: load, override, check, save, compare. A config is an ml_collections tree, locked and typed.
+
+A fault in a config is found before anything is compiled, and all faults are told at once.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import json
+import runpy
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ml_collections import ConfigDict
+
+
+class ConfigError(ValueError):
+    """All faults of a config, one per line."""
+
+    def __init__(self, faults: Sequence[str]):
+        self.faults = list(faults)
+        super().__init__("\n".join(f"config: {fault}" for fault in faults))
+
+
+OPEN = ("env.options",)  # sections whose keys belong to a component that is chosen by name
+_OPEN_PREFIXES = tuple(f"{section}." for section in OPEN)
+
+
+def load(spec: str, overrides: Sequence[str] = ()) -> tuple[ConfigDict, list[str]]:
+    """The config of `path` or `path:arg` with overrides `key.path=value`, and every fault found on the way.
+
+    The file may import its neighbours, as the experiments import base. A key that was changed, here or against the base.py
+    beside it, and does nothing as the others stand, is a fault.
+    """
+    path, _, arg = spec.partition(":")
+    if not Path(path).is_file():
+        raise ConfigError([f"--config names a Python file with get_config(arg), got {path!r}: no such file"])
+    config = _run(Path(path), arg)
+    faults = [fault for override in overrides if (fault := _override(config, override))]
+    changed = {override.partition("=")[0] for override in overrides}
+    base = Path(path).with_name("base.py")
+    if base.is_file():
+        defaults = leaves(_run(base, ""))
+        mine = leaves(config)
+        changed |= {key for key, value in mine.items() if key in defaults and value != defaults[key]}
+        faults += [f"missing key {key!r}; start from configs/base.py" for key in defaults if key not in mine]
+        unknown = [key for key in mine if key not in defaults and not key.startswith(_OPEN_PREFIXES)]
+        faults += [f"unknown key {key!r}{nearest(key, defaults)}" for key in unknown]
+    return config, [*faults, *_inert_faults(config, changed)]
+
+
+def _run(path: Path, arg: str) -> ConfigDict:
+    sys.path.insert(0, str(path.parent))
+    try:
+        config = runpy.run_path(str(path))["get_config"](arg)
+    finally:
+        sys.path.remove(str(path.parent))
+    return config.lock()
+
+
+def _override(config: ConfigDict, override: str) -> str:
+    key, equals, text = override.partition("=")
+    section, _, name = key.rpartition(".")
+    if not equals:
+        return f"{override!r}: write key.path=value"
+    if section not in OPEN and key not in leaves(config):
+        return f"unknown key {key!r}{nearest(key, leaves(config))}"
+    node = config
+    for part in section.split(".") if section else []:
+        node = node[part]
+    old = node.get(name)
+    value = parse(text, old)
+    try:
+        with node.unlocked():
+            node[name] = tuple(value) if isinstance(old, tuple) else value
+    except TypeError:
+        return f"{key} wants {type(old).__name__}, got {text!r}"
+    return ""
+
+
+def parse(text: str, old: Any) -> Any:
+    """A command-line value: JSON or a Python word, or the text itself where a string is wanted."""
+    if isinstance(old, str):
+        return text
+    words = {"True": True, "False": False, "None": None}
+    if text in words:
+        return words[text]
+    try:
+        value = json.loads(text.replace("(", "[").replace(",)", "]").replace(")", "]"))
+    except json.JSONDecodeError:
+        return text
+    return float(value) if isinstance(old, float) and isinstance(value, int) and not isinstance(value, bool) else value
+
+
+def leaves(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """All values by their dotted key."""
+    found: dict[str, Any] = {}
+    for name, value in config.items():
+        if isinstance(value, ConfigDict):
+            found.update(leaves(value, f"{prefix}{name}."))
+        else:
+            found[f"{prefix}{name}"] = value
+    return found
+
+
+def nearest(key: str, known: Sequence[str] | Mapping[str, Any]) -> str:
+    """A hint at the nearest known key, or at all of them where none is near."""
+    close = difflib.get_close_matches(key, list(known), n=1, cutoff=0.5)
+    if close:
+        return f"; did you mean {close[0]!r}?"
+    return f"; known are {', '.join(known)}" if len(known) <= 12 else ""
+
+
+def faults_of(config: ConfigDict, builders: Mapping[str, Callable[..., Any]]) -> list[str]:
+    """Contradictions between sections, and what the components refuse.
+
+    Args:
+        builders: per section, what is built from its keys; a ValueError of it is a fault.
+    """
+    faults = list(_rule_faults(config))
+    for section, build in builders.items():
+        node = config
+        for part in section.split("."):
+            node = node[part]
+        known = inspect.signature(build).parameters
+        unknown = [key for key in node if key not in known]
+        faults += [f"unknown key '{section}.{key}'{nearest(key, known)}" for key in unknown]
+        if not unknown:
+            try:
+                build(**node)
+            except (ValueError, TypeError) as error:
+                faults.append(f"{section}: {error}")
+    return faults
+
+
+def _rule_faults(c: ConfigDict) -> Iterator[str]:
+    """Contradictions between sections."""
+    if c.agent.max_tokens > c.engine.slot_tokens:
+        yield f"agent.max_tokens={c.agent.max_tokens} does not fit engine.slot_tokens={c.engine.slot_tokens}"
+    if c.agent.max_tokens > c.learner.row_tokens:
+        yield f"agent.max_tokens={c.agent.max_tokens} does not fit learner.row_tokens={c.learner.row_tokens}"
+    if c.sampling.max_tokens >= c.agent.max_tokens:
+        yield (
+            f"sampling.max_tokens={c.sampling.max_tokens} (per turn) must be below "
+            f"agent.max_tokens={c.agent.max_tokens} (per episode)"
+        )
+    if c.sampling.temperature <= 0:
+        yield f"sampling.temperature must be positive to explore, got {c.sampling.temperature}"
+    if c.sampling.top_k or c.sampling.top_p < 1:
+        yield "sampling.top_k and sampling.top_p must be off for training: the trainer's ratios are over all tokens"
+    if c.train.old_logprob not in ("sampler", "trainer"):
+        yield f"train.old_logprob must be sampler or trainer, got {c.train.old_logprob!r}"
+    if c.train.minibatches < 1 or c.train.minibatches > c.feed.prompts:
+        yield f"train.minibatches must be 1 to feed.prompts={c.feed.prompts}, got {c.train.minibatches}"
+    if c.sandbox.url and not c.sandbox.token_file:
+        yield "sandbox.url needs sandbox.token_file, the file with the server's bearer token"
+    if c.sandbox.code not in ("auto", "require", "off"):
+        yield f"sandbox.code must be auto, require or off, got {c.sandbox.code!r}"
+
+
+def _inert_faults(c: ConfigDict, changed: Iterable[str]) -> Iterator[str]:
+    """Keys that were changed and do nothing as the others stand."""
+    mixed = c.algo.select == "mixed" or (c.algo.select is None and c.algo.name == "dapo")
+    normed = c.algo.aggregate == "sequence_sum_norm" or (c.algo.aggregate is None and c.algo.name == "dr_grpo")
+    remote = bool(c.sandbox.url)
+    inert = {
+        "model.": (bool(c.init_from), "init_from gives the model's shape"),
+        "warmup.": (not c.warmup.steps, "warmup.steps is 0"),
+        "warmup_optimizer.": (not c.warmup.steps, "warmup.steps is 0"),
+        "feed.max_rounds": (not mixed, "the algorithm keeps all groups"),
+        "algo.length": (not normed, "only the aggregation sequence_sum_norm divides by it"),
+        "learner.tis_cap": (c.train.old_logprob == "sampler", "train.old_logprob is sampler: the weight is 1"),
+        "sandbox.token_file": (not remote, "the embedded server makes its own token"),
+        "sandbox.code": (remote, "sandbox.url names a server that has its own rules"),
+        "sandbox.min_isolation": (remote, "sandbox.url names a server that has its own rules"),
+    }
+    values = leaves(c)
+    for key in sorted(changed):
+        for prefix, (dead, why) in inert.items():
+            if dead and key.startswith(prefix) and key != "warmup.steps":
+                yield f"{key}={values.get(key)} does nothing: {why}"
+
+
+def save(config: ConfigDict, path: Path) -> None:
+    path.write_text(config.to_json(indent=2, sort_keys=True) + "\n")
+
+
+def read(path: Path) -> ConfigDict:
+    """A saved config; JSON's lists are tuples again."""
+
+    def tuples(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: tuples(inner) for name, inner in value.items()}
+        return tuple(value) if isinstance(value, list) else value
+
+    if not path.is_file():
+        raise ConfigError([f"{path}: no saved config; is this the workdir of a run?"])
+    return ConfigDict(tuples(json.loads(path.read_text()))).lock()
+
+
+def differences(config: ConfigDict, path: Path) -> list[str]:
+    """The keys in which a config differs from the saved one, as `key: saved -> now`."""
+    saved = json.loads(path.read_text())
+    now = json.loads(config.to_json())
+    flat_saved, flat_now = leaves(ConfigDict(saved)), leaves(ConfigDict(now))
+    keys = sorted({*flat_saved, *flat_now})
+    return [f"{key}: {flat_saved.get(key)} -> {flat_now.get(key)}" for key in keys if flat_saved.get(key) != flat_now.get(key)]

@@ -1,0 +1,102 @@
+"""Token rows packed into fixed-size micro-batches: the door between trajectories and arrays. numpy only.
+
+Rows are placed first fit decreasing, so that little is padding. Every array is aligned to the token: `mask`, `logprob` and
+`advantage` at t speak of tokens[t]. Masks are data; nothing is inferred from ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+
+@dataclass
+class Row:
+    """One token row before packing. `weight` and `share` are its tokens' part in the loss: see algos/losses.py."""
+
+    tokens: Sequence[int]
+    mask: Sequence[bool]
+    logprob: Sequence[float]
+    advantage: Sequence[float]  # one per token
+    weight: Sequence[float]  # one per token
+    share: Sequence[float]  # one per token
+
+
+@dataclass
+class Batch:
+    """A micro-batch of packed rows, all [M, T]. Segment 0 is padding; positions restart in every segment."""
+
+    tokens: np.ndarray
+    segment: np.ndarray
+    position: np.ndarray
+    mask: np.ndarray
+    logprob: np.ndarray  # of the behaviour policy
+    old_logprob: np.ndarray  # of the policy at the start of the step, against which ratios are taken
+    advantage: np.ndarray
+    weight: np.ndarray
+    share: np.ndarray
+
+    @classmethod
+    def empty(cls, rows: int, row_tokens: int) -> Batch:
+        dtypes = {"tokens": np.int32, "segment": np.int32, "position": np.int32, "mask": np.bool_}
+        return cls(**{f.name: np.zeros((rows, row_tokens), dtypes.get(f.name, np.float32)) for f in fields(cls)})
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        return dict(self.__dict__)
+
+
+def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """Bins of indices whose lengths fit the capacity; longest first, ties in order, so the result is deterministic."""
+    bins: list[list[int]] = []
+    room: list[int] = []
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        if lengths[i] > capacity:
+            raise ValueError(
+                f"a trajectory of {lengths[i]} tokens does not fit a training row of {capacity}: raise "
+                "learner.row_tokens or lower the token budget of an episode"
+            )
+        at = next((b for b, free in enumerate(room) if free >= lengths[i]), None)
+        if at is None:
+            bins.append([])
+            room.append(capacity)
+            at = len(bins) - 1
+        bins[at].append(i)
+        room[at] -= lengths[i]
+    return bins
+
+
+def pack(rows: Sequence[Row], *, batch_rows: int, row_tokens: int) -> list[Batch]:
+    """Micro-batches of `batch_rows` packed rows of `row_tokens` tokens; the last one is filled up with padding."""
+    bins = first_fit_decreasing([len(row.tokens) for row in rows], row_tokens)
+    batches = []
+    for first in range(0, len(bins), batch_rows):
+        batch = Batch.empty(batch_rows, row_tokens)
+        for m, members in enumerate(bins[first : first + batch_rows]):
+            at = 0
+            for segment, i in enumerate(members, start=1):
+                at = _place(batch, m, at, segment, rows[i])
+        batch.old_logprob[:] = batch.logprob
+        batches.append(batch)
+    return batches
+
+
+def _place(batch: Batch, m: int, at: int, segment: int, row: Row) -> int:
+    if len(row.mask) and row.mask[0]:
+        raise ValueError("the first token of a trajectory cannot be sampled: nothing came before it to predict it")
+    n = len(row.tokens)
+    span = slice(at, at + n)
+    batch.tokens[m, span] = row.tokens
+    batch.segment[m, span] = segment
+    batch.position[m, span] = np.arange(n)
+    batch.mask[m, span] = row.mask
+    for name in ("logprob", "advantage", "weight", "share"):
+        getattr(batch, name)[m, span] = np.where(row.mask, getattr(row, name), 0.0)
+    return at + n
+
+
+def fill(batches: Sequence[Batch]) -> float:
+    """Share of the tokens of all rows that are not padding."""
+    used = sum(int((batch.segment > 0).sum()) for batch in batches)
+    return used / max(1, sum(batch.segment.size for batch in batches))

@@ -1,0 +1,353 @@
+"""The engine's door: `await engine.generate(request)`. One thread owns the device, any asyncio loop may wait.
+
+The thread repeats: take what arrived, admit, fork or prefill, decode a segment, answer the turns that ended. Between the
+turns of a trajectory nothing is recomputed: its slot keeps its cache until `release`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxagent.engine.cache import new_cache
+from jaxagent.engine.slots import Row, SlotTable
+from jaxagent.engine.steps import make_steps, new_rows
+from jaxagent.models.transformer import Decoder, DecoderConfig, Params, logical_axes
+from jaxagent.sharding import DeviceMesh
+from jaxagent.types import Sample, SampleRequest
+
+QUIET_S = 0.0005  # requests that arrive closer together than this are decoded together
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """Shapes and pacing of an engine. All shapes are fixed at construction, so nothing compiles after warm-up."""
+
+    slots: int = 32  # C, trajectories resident at once
+    slot_tokens: int = 1024  # S, longest trajectory
+    decode_tokens: int = 16  # tokens per decode call
+    append_rows: int = 8  # R, rows per prefill call
+    append_tokens: tuple[int, ...] = (64,)  # A, prefill lengths that are compiled
+    chunk: int = 128  # cache positions that attention reads at once
+    fork_min_tokens: int = 32  # shorter prompts are prefilled again instead of copied
+    stop_tokens: int = 4  # most stop ids of a request
+    linger: float = 0.3  # longest wait for company, as a share of a decode call
+    dtype: str = "float32"  # of the sampler's weights and cache
+
+    def __post_init__(self) -> None:
+        if self.slot_tokens % self.chunk:
+            raise ValueError(f"engine.slot_tokens must be a multiple of engine.chunk, got {self.slot_tokens} and {self.chunk}")
+        if list(self.append_tokens) != sorted(set(self.append_tokens)) or not self.append_tokens:
+            raise ValueError(f"engine.append_tokens must be increasing lengths, got {self.append_tokens}")
+
+
+@dataclass
+class EngineStats:
+    """Counters since the last `take_stats`. `row_steps` is decode steps times slots; `sampled` the useful ones."""
+
+    sampled: int = 0
+    prefilled: int = 0
+    forked: int = 0
+    turns: int = 0
+    decode_calls: int = 0
+    append_calls: int = 0
+    row_steps: int = 0
+    busy_s: float = 0.0
+
+
+class Engine:
+    """Samples turns for many trajectories at once, on the weights last published. Implements `types.Sampler`.
+
+    `mesh` is one replica: only its tensor axis may be larger than 1.
+    """
+
+    def __init__(self, config: DecoderConfig, options: EngineOptions, mesh: DeviceMesh):
+        self.options = o = options
+        self.table = SlotTable(o.slots, o.slot_tokens, o.fork_min_tokens)
+        dtype = jnp.dtype(o.dtype)
+        self._steps = make_steps(config, dtype=dtype, chunk=o.chunk, decode_tokens=o.decode_tokens)
+        self._cache = mesh.place(new_cache(config, o.slots, o.slot_tokens, dtype), (None, "kv_heads"))
+        self._rows = mesh.place(new_rows(o.slots, o.stop_tokens))
+        skeleton = nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0)))
+        self._shardings = mesh.shardings(logical_axes(skeleton))
+        self._mesh = mesh
+        self._params: Params | None = None
+        self._version = 0
+        self._stats = EngineStats()
+        self._segment_s = 0.01
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._wake = threading.Condition()
+        self._closed = False
+        self._failure: BaseException | None = None
+        self._armed = self._no_arming()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    # ------------------------------------------------------------------ the door
+
+    async def generate(self, request: SampleRequest) -> Sample:
+        """Feeds the request's tokens and samples one turn. Raises ValueError for a request that cannot be served."""
+        if len(request.stop) > self.options.stop_tokens:
+            raise ValueError(f"at most {self.options.stop_tokens} stop ids (engine.stop_tokens), got {request.stop}")
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Sample] = loop.create_future()
+        self._post(lambda: self._accept(request, (loop, future)))
+        return await future
+
+    def release(self, trajectory: str) -> None:
+        """Frees the slot of a trajectory; unknown names are fine, so that a caller may always release."""
+        self._post(lambda: self._release(trajectory))
+
+    def publish(self, params: Params, version: int) -> None:
+        """Copies the learner's weights into the sampler's layout, between two calls; returns when they are in."""
+        self.run(lambda: self._publish(params, version))
+
+    def warm_up(self) -> Future[None]:
+        """Compiles every program in the engine's own thread; needs published weights."""
+        return self._post(self._warm_up)
+
+    def take_stats(self) -> EngineStats:
+        """The counters since the last call."""
+        stats, self._stats = self._stats, EngineStats()
+        return stats
+
+    def close(self) -> None:
+        """Stops the thread; turns in progress are cancelled."""
+        with self._wake:
+            self._closed = True
+            self._wake.notify()
+        self._thread.join()
+
+    def run(self, work: Callable[[], None]) -> None:
+        """Runs `work` in the engine's thread and waits for it."""
+        self._post(work).result()
+
+    def _post(self, work: Callable[[], None]) -> Future[None]:
+        done: Future[None] = Future()
+
+        def guarded() -> None:
+            try:
+                work()
+            except Exception as error:
+                done.set_exception(error)
+            else:
+                done.set_result(None)
+
+        with self._wake:
+            if self._closed or self._failure:
+                raise RuntimeError("the engine is closed") from self._failure
+            self._inbox.append(guarded)
+            self._wake.notify()
+        return done
+
+    # ------------------------------------------------------------------ the thread
+
+    def _run(self) -> None:
+        try:
+            while self._gather():
+                self._tick()
+        except BaseException as error:
+            self._failure = error
+        finally:
+            self._abandon()
+
+    def _gather(self) -> bool:
+        """Takes what has arrived; waits while there is nothing to do, and a little for company. False when closed."""
+        deadline = time.monotonic() + self.options.linger * self._segment_s
+        while True:
+            with self._wake:
+                if self._closed:
+                    return False
+                if not self._inbox:
+                    full = self.table.sampling == self.options.slots
+                    quiet = None if not self.table.sampling else min(QUIET_S, deadline - time.monotonic())
+                    if full or (quiet is not None and (quiet <= 0 or not self._wake.wait(quiet))):
+                        return True
+                    if quiet is None:
+                        self._wake.wait()
+                work, self._inbox = self._inbox, deque()
+            for item in work:
+                item()
+            self.table.admit()
+
+    def _tick(self) -> None:
+        began = time.monotonic()
+        self._prefill()
+        self._cache, self._rows, tokens, logprobs = self._steps.decode(self._params, self._cache, self._rows, self._armed)
+        self._armed = self._no_arming()
+        tokens_CN, logprobs_CN = np.asarray(tokens), np.asarray(logprobs)
+        self._collect(tokens_CN, logprobs_CN)
+        self._segment_s = time.monotonic() - began
+        self._stats.busy_s += self._segment_s
+        self._stats.decode_calls += 1
+        self._stats.row_steps += tokens_CN.size
+
+    def _prefill(self) -> None:
+        """Puts the fed tokens of new turns, but the pending ones, into the cache, and arms their rows."""
+        begun = self.table.take_begun()
+        rows = self.options.append_rows
+        for bucket, work in self.table.chunks(self.options.append_tokens, rows):
+            self._append(bucket, work)
+        forks = [row for row in begun if row.source]
+        for i in range(0, len(forks), rows):
+            self._fork(forks[i : i + rows])
+        for row in begun:
+            self._arm(row)
+
+    def _append(self, bucket: int, work: list[tuple[Row, list[int]]]) -> None:
+        rows = self.options.append_rows
+        slot_R, start_R, count_R = np.zeros((3, rows), np.int32)
+        token_RA = np.zeros((rows, bucket), np.int32)
+        for i, (row, tokens) in enumerate(work):
+            slot_R[i], start_R[i], count_R[i] = row.slot, row.cached, len(tokens)
+            token_RA[i, : len(tokens)] = tokens
+        self._cache = self._steps.append(self._params, self._cache, slot_R, token_RA, start_R, count_R)
+        self._stats.append_calls += 1
+        self._stats.prefilled += int(count_R.sum())
+
+    def _fork(self, forks: list[Row]) -> None:
+        src_R = np.zeros(self.options.append_rows, np.int32)
+        dst_R = np.full(self.options.append_rows, self.options.slots, np.int32)  # beyond the last slot: dropped
+        longest = 0
+        for i, row in enumerate(forks):
+            assert row.source is not None
+            src_R[i], dst_R[i] = row.source.slot, row.slot
+            longest = max(longest, row.cached)
+            self._stats.forked += row.cached
+            row.source = None
+        self._cache = self._steps.fork(self._cache, src_R, dst_R, self._fork_length(longest))
+
+    def _fork_length(self, used: int) -> int:
+        """The static length that a fork copies: a power of two of chunks, so that few programs exist."""
+        length = self.options.chunk
+        while length < used:
+            length *= 2
+        return min(length, self.options.slot_tokens)
+
+    def _arm(self, row: Row) -> None:
+        request = row.request
+        assert request is not None
+        state = {
+            "mask": True,
+            "token": row.pending,
+            "pos": row.known - 1,
+            "live": True,
+            "left": request.sampling.max_tokens,
+            "key": request.key,
+            "temperature": request.sampling.temperature,
+            "top_k": request.sampling.top_k,
+            "top_p": request.sampling.top_p,
+        }
+        for name, value in state.items():
+            self._armed[name][row.slot] = value
+        self._armed["stop"][row.slot] = -1
+        self._armed["stop"][row.slot, : len(request.stop)] = request.stop
+
+    def _no_arming(self) -> dict[str, np.ndarray]:
+        rows = {name: np.zeros(old.shape, old.dtype) for name, old in self._rows.items()}
+        return {"mask": np.zeros(self.options.slots, bool), **rows}
+
+    def _collect(self, tokens_CN: np.ndarray, logprobs_CN: np.ndarray) -> None:
+        """Hands the emitted tokens to their rows and answers the turns that ended."""
+        answers: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Future, Sample]]] = {}
+        counts = (tokens_CN >= 0).sum(axis=1).tolist()
+        tokens, logprobs = tokens_CN.tolist(), logprobs_CN.tolist()
+        for row in self.table.by_slot:
+            if row is None or row.request is None:
+                continue
+            n = counts[row.slot]
+            row.tokens += tokens[row.slot][:n]
+            row.logprobs += logprobs[row.slot][:n]
+            row.versions += [self._version] * n
+            self._stats.sampled += n
+            stopped = row.tokens[-1] in row.request.stop
+            if stopped or len(row.tokens) == row.request.sampling.max_tokens:
+                loop, future = row.ticket
+                answers.setdefault(loop, []).append((future, self._finish(row, stopped)))
+        for loop, batch in answers.items():
+            loop.call_soon_threadsafe(_resolve, batch)
+
+    def _finish(self, row: Row, stopped: bool) -> Sample:
+        request = row.request
+        assert request is not None
+        row.request = row.ticket = None
+        row.known += len(row.tokens)
+        row.pending = row.tokens[-1]
+        self._stats.turns += 1
+        return Sample(row.tokens, row.logprobs, row.versions, stopped, request.start, list(request.tokens))
+
+    # ------------------------------------------------------------------ what callers post
+
+    def _accept(self, request: SampleRequest, ticket: tuple[asyncio.AbstractEventLoop, asyncio.Future]) -> None:
+        fault = self.table.check(request)
+        if self._params is None:
+            fault = "the engine has no weights yet: publish some before sampling"
+        if fault:
+            loop, future = ticket
+            loop.call_soon_threadsafe(_fail, future, ValueError(fault))
+        else:
+            self.table.enqueue(request, ticket)
+
+    def _release(self, trajectory: str) -> None:
+        row = self.table.rows.get(trajectory)
+        if row and row.request:
+            self._armed["mask"][row.slot] = True
+            self._armed["live"][row.slot] = False
+        ticket = self.table.release(trajectory)
+        if ticket:
+            loop, future = ticket
+            loop.call_soon_threadsafe(future.cancel)
+
+    def _publish(self, params: Params, version: int) -> None:
+        here = jax.device_put(params, self._shardings)
+        self._params = jax.block_until_ready(self._steps.publish(here))
+        self._version = version
+
+    def _warm_up(self) -> None:
+        rows = self.options.append_rows
+        none = np.zeros(rows, np.int32)
+        for bucket in self.options.append_tokens:
+            empty = np.zeros((rows, bucket), np.int32)
+            self._cache = self._steps.append(self._params, self._cache, none, empty, none, none)
+        if self.options.fork_min_tokens <= self.options.slot_tokens:
+            nowhere = np.full(rows, self.options.slots, np.int32)
+            length = 0
+            while length < self.options.slot_tokens:
+                length = self._fork_length(length + 1)
+                self._cache = self._steps.fork(self._cache, none, nowhere, length)
+        self._tick()
+        jax.block_until_ready(self._cache)
+
+    def _abandon(self) -> None:
+        """After the loop ended: nobody may wait for an answer that will not come."""
+        with self._wake:
+            self._closed = True
+            work, self._inbox = self._inbox, deque()
+        error = RuntimeError("the engine stopped before the turn ended")
+        error.__cause__ = self._failure
+        for item in work:
+            item()
+        tickets = [row.ticket for row in self.table.rows.values() if row.request]
+        for loop, future in [*tickets, *(ticket for _, ticket in self.table.waiting)]:
+            loop.call_soon_threadsafe(_fail, future, error)
+
+
+def _resolve(batch: list[tuple[asyncio.Future, Sample]]) -> None:
+    for future, sample in batch:
+        if not future.done():
+            future.set_result(sample)
+
+
+def _fail(future: asyncio.Future, error: Exception) -> None:
+    if not future.done():
+        future.set_exception(error)

@@ -1,0 +1,68 @@
+"""Several engines as one sampler, each with a whole copy of the weights and at its own pace."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import fields
+
+from jaxagent.engine.engine import Engine, EngineStats
+from jaxagent.models.transformer import Params
+from jaxagent.types import Sample, SampleRequest
+
+
+class Replicas:
+    """Sends a trajectory to the least loaded engine and keeps it there. Implements `types.Sampler`.
+
+    Group mates follow each other where their prompt is long enough to be forked. Which engine serves a trajectory does not
+    change its tokens: they depend on its key and its own tokens only.
+    """
+
+    def __init__(self, engines: Sequence[Engine]):
+        self.engines = list(engines)
+        self._home: dict[str, int] = {}
+        self._groups: dict[str, int] = {}
+        self._load: Counter[int] = Counter()
+
+    async def generate(self, request: SampleRequest) -> Sample:
+        if request.trajectory not in self._home:
+            self._settle(request)
+        return await self.engines[self._home[request.trajectory]].generate(request)
+
+    def _settle(self, request: SampleRequest) -> None:
+        forks = len(request.tokens) >= self.engines[0].options.fork_min_tokens
+        least = min(range(len(self.engines)), key=lambda i: self._load[i])
+        home = self._groups.setdefault(request.group, least) if forks and request.group else least
+        self._home[request.trajectory] = home
+        self._load[home] += 1
+
+    def release(self, trajectory: str) -> None:
+        home = self._home.pop(trajectory, None)
+        if home is not None:
+            self._load[home] -= 1
+            self.engines[home].release(trajectory)
+            if not self._home:
+                self._groups.clear()
+
+    def publish(self, params: Params, version: int) -> None:
+        for engine in self.engines:
+            engine.publish(params, version)
+
+    def warm_up(self) -> None:
+        """Compiles all programs, the engines side by side; returns when they are ready."""
+        for future in [engine.warm_up() for engine in self.engines]:
+            future.result()
+        self.take_stats()
+
+    def take_stats(self) -> EngineStats:
+        """The sum of the engines' counters since the last call."""
+        total = EngineStats()
+        for engine in self.engines:
+            stats = engine.take_stats()
+            for field in fields(stats):
+                setattr(total, field.name, getattr(total, field.name) + getattr(stats, field.name))
+        return total
+
+    def close(self) -> None:
+        for engine in self.engines:
+            engine.close()

@@ -1,0 +1,127 @@
+"""The engine's programs: publish, append, fork and decode. Pure functions of pytrees, jitted once, everything donated.
+
+`append` is pure prefill and samples nothing. The last token fed to a row is left pending: `decode` feeds it and draws the
+next one, so the first sampled token of a turn takes the same path as all others, whoever its neighbours are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Int
+
+from jaxagent.engine.cache import Cache, attend_slots, copy_prefix
+from jaxagent.engine.sampling import sample, uniforms
+from jaxagent.models.attention import dot
+from jaxagent.models.layers import rms_norm, rotary
+from jaxagent.models.transformer import Decoder, DecoderConfig, Params, head_table, unstack
+
+Rows = dict[str, Array]
+
+
+def new_rows(slots: int, stops: int) -> Rows:
+    """Per-slot state: the pending token and its position, what is left of the budget, and how to sample."""
+    return {
+        "token": jnp.zeros(slots, jnp.int32),
+        "pos": jnp.zeros(slots, jnp.int32),
+        "live": jnp.zeros(slots, bool),
+        "left": jnp.zeros(slots, jnp.int32),
+        "key": jnp.zeros((slots, 2), jnp.uint32),
+        "temperature": jnp.ones(slots, jnp.float32),
+        "top_k": jnp.zeros(slots, jnp.int32),
+        "top_p": jnp.ones(slots, jnp.float32),
+        "stop": jnp.full((slots, stops), -1, jnp.int32),
+    }
+
+
+@dataclass(frozen=True)
+class Steps:
+    """The jitted programs of one engine; shapes are fixed by the arguments they are first called with."""
+
+    publish: Callable[..., Params]
+    append: Callable[..., Cache]
+    fork: Callable[..., Cache]
+    decode: Callable[..., tuple[Cache, Rows, Array, Array]]
+
+
+def make_steps(config: DecoderConfig, *, dtype: jnp.dtype, chunk: int, decode_tokens: int) -> Steps:
+    """Builds the programs for a decoder. `chunk` and `decode_tokens` are static; every other choice is data."""
+    block_graph = nnx.split(nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0)).blocks))[0]
+
+    def forward(params: Params, cache: Cache, token_BT: Array, pos_BT: Array, attend: Any) -> tuple[Array, Cache]:
+        rope = rotary(pos_BT, config.head_width, config.rope_theta)
+        x, grown = params["embed"][token_BT], []
+        for weights, layer in zip(params["blocks"], cache, strict=True):
+            x, layer = nnx.merge(block_graph, weights)(x, rope, attend, layer)
+            grown.append(layer)
+        return x, tuple(grown)
+
+    def publish(params: Params) -> Params:
+        # A real copy: an output that is its own input would die when the learner donates its weights.
+        return unstack(jax.tree.map(lambda w: jnp.array(w, dtype, copy=True), params), config.layers)
+
+    def append(
+        params: Params,
+        cache: Cache,
+        slot_R: Int[Array, "R"],
+        token_RA: Int[Array, "R A"],
+        start_R: Int[Array, "R"],
+        count_R: Int[Array, "R"],
+    ) -> Cache:
+        ahead = jnp.arange(token_RA.shape[1])
+        valid_RA = ahead < count_R[:, None]
+        pos_RA = jnp.where(valid_RA, start_R[:, None] + ahead, 0)
+        return forward(params, cache, token_RA, pos_RA, attend_slots(slot_R, pos_RA, valid_RA, chunk))[1]
+
+    def decode(params: Params, cache: Cache, rows: Rows, armed: Rows) -> tuple[Cache, Rows, Array, Array]:
+        rows = arm(rows, armed)
+        slots = rows["token"].shape[0]
+        u_CN = uniforms(rows["key"], rows["pos"][:, None] + 1 + jnp.arange(decode_tokens))
+        emitted = jnp.full((slots, decode_tokens), -1, jnp.int32), jnp.zeros((slots, decode_tokens), jnp.float32)
+
+        def step(i: Array, carry: tuple[Cache, Rows, Array, Array]) -> tuple[Cache, Rows, Array, Array]:
+            cache, rows, tokens, logprobs = carry
+            live = rows["live"]
+            pos = jnp.where(live, rows["pos"], 0)[:, None]
+            attend = attend_slots(None, pos, live[:, None], chunk)
+            x, cache = forward(params, cache, rows["token"][:, None], pos, attend)
+            hidden = rms_norm(x[:, 0], params["norm"], config.norm_eps)
+            logits = dot("CD,VD->CV", hidden, head_table(params, config))
+            token, logprob = sample(logits, u_CN[:, i], rows["temperature"], rows["top_k"], rows["top_p"])
+            tokens = tokens.at[:, i].set(jnp.where(live, token, -1))
+            logprobs = logprobs.at[:, i].set(jnp.where(live, logprob, 0.0))
+            return cache, advance(rows, token), tokens, logprobs
+
+        return jax.lax.fori_loop(0, decode_tokens, step, (cache, rows, *emitted))
+
+    return Steps(
+        publish=jax.jit(publish),
+        append=jax.jit(append, donate_argnums=1),
+        fork=jax.jit(copy_prefix, static_argnums=3, donate_argnums=0),
+        decode=jax.jit(decode, donate_argnums=(1, 2)),
+    )
+
+
+def arm(rows: Rows, armed: Rows) -> Rows:
+    """Overwrites the rows that `armed["mask"]` marks: a turn begins, or a released row is frozen."""
+    pick = armed["mask"]
+    return {name: jnp.where(pick.reshape(pick.shape + (1,) * (old.ndim - 1)), armed[name], old) for name, old in rows.items()}
+
+
+def advance(rows: Rows, token: Int[Array, "C"]) -> Rows:
+    """Live rows take the drawn token as pending; a stop token or an empty budget freezes them."""
+    live = rows["live"]
+    left = rows["left"] - live
+    stopped = jnp.any(token[:, None] == rows["stop"], axis=-1) | (left <= 0)
+    return {
+        **rows,
+        "token": jnp.where(live, token, rows["token"]),
+        "pos": rows["pos"] + live,
+        "left": left,
+        "live": live & ~stopped,
+    }

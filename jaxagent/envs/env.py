@@ -1,0 +1,107 @@
+"""The contract of a world: three calls, tasks, and demonstrations. Nothing here knows tokens.
+
+Rules. `reset` and `step` return the same type. `reward` is the increment for the action just taken. `truncated` with an
+`error` is the only way to say that the world broke: such an episode is never learnt from. A malformed action is not an
+error but an observation. `(task, seed)` reproduces the episode; a group is several resets with the same pair.
+"""
+
+from __future__ import annotations
+
+import importlib
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from jaxagent.types import Message, ToolRecord, ToolSpec
+
+Task = dict[str, Any]
+
+
+@dataclass
+class Step:
+    """What the world says.
+
+    Args:
+        messages: the observation; on reset the whole beginning of the dialogue.
+        reward: the increment for the action just taken, and `reason` why.
+        terminated: the episode is over; `answered` where the policy's final answer ended it.
+        truncated: the world broke; `error` says how.
+        state: key of the state that the next action is taken in, for anchor-state credit.
+        agent: who acts next, in worlds of several agents.
+        rewards: increments for agents other than the one that acted, as at the end of a game.
+        tools: the calls that the action caused.
+    """
+
+    messages: Sequence[Message] = ()
+    reward: float = 0.0
+    reason: str = ""
+    terminated: bool = False
+    answered: bool = False
+    truncated: bool = False
+    error: str = ""
+    state: str = ""
+    agent: str = "agent"
+    rewards: dict[str, float] = field(default_factory=dict)
+    tools: list[ToolRecord] = field(default_factory=list)
+
+
+class Env(Protocol):
+    """One episode."""
+
+    async def reset(self, task: Task, seed: int) -> Step: ...
+
+    async def step(self, action: Message) -> Step: ...
+
+    async def close(self) -> None: ...
+
+
+class World(Protocol):
+    """One per run: tells its tools and tasks, makes episodes, and shows how a (sloppy) agent behaves."""
+
+    tools: Sequence[ToolSpec]
+    functions: str  # module whose `session_functions` the sandbox server must hold, or ""
+
+    def task(self, split: str, index: int) -> Task:
+        """Task `index` of a split: train, demo, valid or test. Every task has `id`, `seed` and `difficulty`."""
+        ...
+
+    def episode(self, name: str, sandbox: Any) -> Env:
+        """A fresh episode; `name` is unique in the run and keys its sandbox session."""
+        ...
+
+    def demonstrate(self, task: Task, rng: random.Random) -> list[Message]:
+        """A dialogue for the supervised warm-up."""
+        ...
+
+
+def find(name: str) -> Callable[..., World]:
+    """What makes the world `name`, a file of this folder or a dotted module; its parameters are the world's options."""
+    module = name if "." in name else f"jaxagent.envs.{name}"
+    try:
+        found = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name != module:
+            raise
+        raise ValueError(f"env.name must be a file of jaxagent/envs or a dotted module; got {name!r}") from None
+    if not hasattr(found, "make_world"):
+        raise ValueError(f"env.name={name!r}: module {module} has no `make_world`")
+    return found.make_world
+
+
+class Ablated:
+    """An episode whose tool results say nothing: what a policy scores here it did not get from its tools."""
+
+    def __init__(self, env: Env):
+        self.env = env
+
+    async def reset(self, task: Task, seed: int) -> Step:
+        return await self.env.reset(task, seed)
+
+    async def step(self, action: Message) -> Step:
+        step = await self.env.step(action)
+        step.messages = [Message(m.role, "." * len(m.content), name=m.name) if m.role == "tool" else m for m in step.messages]
+        return step
+
+    async def close(self) -> None:
+        await self.env.close()

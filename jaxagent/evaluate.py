@@ -1,0 +1,110 @@
+"""How good a policy is on held-out tasks: success with its confidence interval, pass@k, and success by difficulty."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from jaxagent import config as configs
+from jaxagent.envs.env import World
+from jaxagent.feed import wait
+from jaxagent.parts import build, restore_weights, use_devices
+from jaxagent.rollout import Rollouts
+from jaxagent.types import Sampling, Trajectory
+
+SUCCESS = 1.0  # an episode succeeds when its return reaches this
+
+
+def evaluate(
+    rollouts: Rollouts,
+    world: World,
+    sampling: Sampling,
+    *,
+    split: str,
+    tasks: int,
+    k: int = 1,
+    ablated: bool = False,
+) -> tuple[dict[str, Any], list[Trajectory]]:
+    """Plays `k` episodes of each of the first `tasks` tasks of a split; returns the table and the trajectories.
+
+    The draws depend on the run's seed, the split and the task only, so two policies meet the same luck.
+    """
+    named = [(f"{split}/{i}", world.task(split, i)) for i in range(tasks)]
+    futures = rollouts.play(named, k, sampling, ablated=ablated)
+    groups = [wait(members) for members in futures]
+    return summarise(groups, k), [trajectory for group in groups for trajectory in group]
+
+
+def summarise(groups: list[list[Trajectory]], k: int) -> dict[str, Any]:
+    """The table of an evaluation; episodes that the infrastructure broke are counted apart and never as failures."""
+    played = [[t for t in group if t.stop.counts] for group in groups]
+    played = [group for group in played if group]
+    everyone = [t for group in played for t in group]
+    wins = [sum(t.reward >= SUCCESS for t in group) for group in played]
+    by_difficulty: dict[str, list[bool]] = defaultdict(list)
+    for t in everyone:
+        by_difficulty[t.difficulty].append(t.reward >= SUCCESS)
+    n = len(everyone)
+    success = sum(wins) / n if n else math.nan
+    rates = [win / len(group) for win, group in zip(wins, played, strict=True)]
+    return {
+        "success": success,
+        "ci95": list(wilson(sum(wins), n) if k == 1 else normal(rates)),
+        "n": len(played),
+        "k": k,
+        "reward": sum(t.reward for t in everyone) / n if n else math.nan,
+        "turns": sum(len(t.turns) for t in everyone) / n if n else math.nan,
+        "pass_at_k": {
+            str(j): sum(pass_at(len(g), w, j) for g, w in zip(played, wins, strict=True) if len(g) >= j) / len(played)
+            for j in sorted({1, k})
+            if played
+        },
+        "by_difficulty": {name: sum(hits) / len(hits) for name, hits in sorted(by_difficulty.items())},
+        "broken": sum(len(group) for group in groups) - n,
+    }
+
+
+def report(workdir: str, split: str, tasks: int | None, rollouts: int | None, temperature: float | None) -> int:
+    """The command `jaxagent eval`: scores the last checkpoint of a run and prints the table as JSON."""
+    config = configs.read(Path(workdir) / "config.json")
+    use_devices(config)
+    parts = build(config)
+    try:
+        restore_weights(parts, Path(workdir), config.checkpoint.keep)
+        c = config.evaluate
+        chosen = c.temperature if temperature is None else temperature
+        sampling = Sampling(**{**config.sampling, "temperature": chosen})
+        n, k = tasks or c.final_tasks, rollouts or c.rollouts
+        table, _ = evaluate(parts.rollouts, parts.world, sampling, split=split, tasks=n, k=k)
+    finally:
+        parts.close()
+    print(json.dumps(table, indent=2))
+    return 0
+
+
+def pass_at(n: int, wins: int, k: int) -> float:
+    """Unbiased pass@k of n episodes, 1 - C(n - wins, k) / C(n, k) (Chen et al. 2021, eq. 1)."""
+    return 1.0 - math.comb(n - wins, k) / math.comb(n, k)
+
+
+def wilson(wins: int, n: int, z: float = 1.96) -> tuple[float, float]:
+    """The Wilson interval of a share."""
+    if not n:
+        return (0.0, 1.0)
+    p = wins / n
+    centre = (p + z * z / (2 * n)) / (1 + z * z / n)
+    half = z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n)) / (1 + z * z / n)
+    return (max(0.0, centre - half), min(1.0, centre + half))
+
+
+def normal(rates: list[float], z: float = 1.96) -> tuple[float, float]:
+    """The normal interval of a mean of per-task rates: episodes of one task are not independent."""
+    n = len(rates)
+    if n < 2:
+        return (0.0, 1.0)
+    mean = sum(rates) / n
+    half = z * math.sqrt(sum((r - mean) ** 2 for r in rates) / (n - 1) / n)
+    return (max(0.0, mean - half), min(1.0, mean + half))

@@ -1,0 +1,82 @@
+"""Who waits for whom. With `max_staleness` 0 this is synchronous training: a step's groups are sampled from its weights."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+from jaxagent.data.tasks import TaskStream
+from jaxagent.envs.env import World
+from jaxagent.rollout import Rollouts
+from jaxagent.types import Group, Sampling, Trajectory
+
+
+@dataclass(frozen=True)
+class FeedOptions:
+    """The shape of a step's data.
+
+    Args:
+        prompts: groups of a step.
+        rollouts: trajectories of a group.
+        max_rounds: how often groups without a signal are replaced by new ones, for algorithms that select mixed groups.
+        max_staleness: versions between sampling and training; only 0 is built.
+    """
+
+    prompts: int = 16
+    rollouts: int = 8
+    max_rounds: int = 3
+    max_staleness: int = 0
+
+    def __post_init__(self) -> None:
+        if self.max_staleness:
+            raise ValueError(f"feed.max_staleness must be 0 (asynchronous feeding is not built), got {self.max_staleness}")
+        if self.rollouts < 2:
+            raise ValueError(f"feed.rollouts must be at least 2, a group of one has no baseline; got {self.rollouts}")
+
+
+class Feed:
+    """Draws tasks, has them played, and hands out whole groups in the order of the stream."""
+
+    def __init__(self, world: World, tasks: TaskStream, rollouts: Rollouts, sampling: Sampling, options: FeedOptions):
+        self.world, self.tasks, self.rollouts = world, tasks, rollouts
+        self.sampling, self.options = sampling, options
+        self.drawn = 0
+
+    def take(self, *, mixed: bool) -> tuple[list[Group], list[Group]]:
+        """(groups to train on, all groups sampled). `mixed` replaces groups whose rewards are all equal."""
+        kept: list[Group] = []
+        sampled: list[Group] = []
+        for _ in range(self.options.max_rounds if mixed else 1):
+            groups = self._sample(self.options.prompts - len(kept))
+            sampled += groups
+            kept += [group for group in groups if not mixed or has_signal(group)]
+            if len(kept) == self.options.prompts:
+                break
+        return kept, sampled
+
+    def _sample(self, count: int) -> list[Group]:
+        named = []
+        for index in self.tasks.take(count):
+            named.append((f"train/{self.drawn}", self.world.task("train", index)))
+            self.drawn += 1
+        futures = self.rollouts.play(named, self.options.rollouts, self.sampling)
+        return [Group(name, wait(members)) for (name, _), members in zip(named, futures, strict=True)]
+
+    def state(self) -> dict[str, Any]:
+        return {"drawn": self.drawn, "tasks": self.tasks.state()}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.drawn = state["drawn"]
+        self.tasks.restore(state["tasks"])
+
+
+def wait(futures: list[Future[list[Trajectory]]]) -> list[Trajectory]:
+    """The rows of a group's episodes, in the order of its rollouts."""
+    return [row for future in futures for row in future.result()]
+
+
+def has_signal(group: Group) -> bool:
+    """Whether the rewards of the rollouts that count differ."""
+    rewards = {round(t.reward, 6) for t in group.trajectories if t.stop.counts}
+    return len(rewards) > 1

@@ -1,0 +1,236 @@
+"""The learner: weights, optimizer, and the jitted gradient of packed rows. It knows neither engine nor rollouts.
+
+A step is `accumulate` for every micro-batch, then `apply`. Gradients are sums; they are divided once, by the sum of the
+tokens' shares, when everything is in. So the split into micro-batches, devices and hosts does not change the result.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jaxtyping import Array, Float
+
+from jaxagent.algos.table import Algorithm
+from jaxagent.data.pack import Batch
+from jaxagent.models.attention import packed
+from jaxagent.models.head import token_logprobs
+from jaxagent.models.transformer import Decoder, DecoderConfig, Params, head_table, logical_axes
+from jaxagent.sharding import DeviceMesh
+
+
+@dataclass(frozen=True)
+class LearnerOptions:
+    """Shapes and precision of a training step."""
+
+    batch_rows: int = 8  # M, packed rows of a micro-batch
+    row_tokens: int = 1024  # T, tokens of a packed row
+    head_chunk: int = 1024  # tokens whose logits exist at once
+    remat: bool = False  # recompute each layer in the backward pass
+    dtype: str = "float32"  # of the forward and backward pass; weights and moments stay float32
+    temperature: float = 1.0  # at which the rollouts were sampled
+    entropy_coef: float = 0.0
+    tis_cap: float = 0.0  # C of token-level truncated importance sampling, old against behaviour; 0 is off
+
+
+@dataclass(frozen=True)
+class OptimizerOptions:
+    """AdamW with linear warm-up and cosine decay. Without warm-up Adam's first steps are sign steps and ratios jump."""
+
+    lr: float = 1e-6
+    lr_final: float = 0.0  # reached at the last step
+    warmup_steps: int = 10
+    b1: float = 0.9
+    b2: float = 0.99
+    weight_decay: float = 0.0
+    clip_norm: float = 1.0
+
+    def schedule(self, steps: int) -> optax.Schedule:
+        warmup = min(self.warmup_steps, max(steps - 1, 0))
+        decay = optax.cosine_decay_schedule(self.lr, max(steps - warmup, 1), self.lr_final / self.lr)
+        if not warmup:
+            return decay
+        ramp = optax.linear_schedule(self.lr / (warmup + 1), self.lr, warmup)
+        return optax.join_schedules([ramp, decay], [warmup])
+
+    def build(self, steps: int) -> optax.GradientTransformation:
+        adam = optax.adamw(self.schedule(steps), self.b1, self.b2, weight_decay=self.weight_decay)
+        return optax.chain(optax.clip_by_global_norm(self.clip_norm), adam)
+
+
+class Learner:
+    """Owns the trained weights. All arrays live on the mesh, sharded by the table of sharding.py."""
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        params: Params,
+        mesh: DeviceMesh,
+        algorithm: Algorithm,
+        options: LearnerOptions,
+    ):
+        self.config, self.mesh, self.algorithm, self.options = config, mesh, algorithm, options
+        self._skeleton = nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0)))
+        self._graph = nnx.split(self._skeleton)[0]
+        self._param_shardings = mesh.shardings(logical_axes(self._skeleton))
+        self.params: Params = jax.device_put(params, self._param_shardings)
+        self._rows = mesh.sharding(("rows", None))
+        acc_shardings = {"grads": self._param_shardings, "sums": mesh.sharding()}
+        self._new_acc = jax.jit(self._zeros, out_shardings=acc_shardings)
+        self._accumulate = jax.jit(self._accumulate_fn, donate_argnums=1, out_shardings=acc_shardings)
+        self._score = jax.jit(lambda params, batch: self._logprobs(params, batch)[0])
+        self._acc: Any = None
+
+    def begin(self, optimizer: OptimizerOptions, steps: int) -> None:
+        """Starts a phase of `steps` updates with fresh moments."""
+        transform = optimizer.build(steps)
+        self._schedule = optimizer.schedule(steps)
+        shapes = jax.eval_shape(transform.init, self.params)
+        shardings = optax.tree.map_params(
+            transform,
+            lambda _, sharding: sharding,
+            shapes,
+            self._param_shardings,
+            transform_non_params=lambda _: self.mesh.sharding(),
+        )
+        self.opt_state = jax.jit(transform.init, out_shardings=shardings)(self.params)
+        self.updates = 0
+
+        def apply(params: Params, opt_state: Any, acc: Any, idle: Array) -> tuple[Params, Any, dict[str, Array]]:
+            share = jnp.maximum(acc["sums"]["share"] + idle, 1e-9)
+            grads = jax.tree.map(lambda g: g / share, acc["grads"])
+            updates, opt_state = transform.update(grads, opt_state, params)
+            norms = {"grad_norm": optax.global_norm(grads), "update_norm": optax.global_norm(updates)}
+            return optax.apply_updates(params, updates), opt_state, norms
+
+        self._apply = jax.jit(
+            apply, donate_argnums=(0, 1), out_shardings=(self._param_shardings, shardings, self.mesh.sharding())
+        )
+
+    def accumulate(self, batch: Batch, *, on_policy: bool = False) -> None:
+        """Adds a micro-batch's gradient. `on_policy` holds the ratio at 1: old = new, as in supervised learning."""
+        if self._acc is None:
+            self._acc = self._new_acc()
+        self._acc = self._accumulate(self.params, self._acc, self._put(batch), np.bool_(on_policy))
+
+    def apply(self, idle_share: float = 0.0) -> dict[str, float]:
+        """Divides, updates the weights, and returns the step's metrics.
+
+        Args:
+            idle_share: the share of tokens that were left out because their gradient is zero: they count in the denominator.
+        """
+        acc = self._acc or self._new_acc()
+        sums = acc["sums"]
+        idle = np.float32(idle_share)
+        self.params, self.opt_state, norms = self._apply(self.params, self.opt_state, acc, idle)
+        self._acc = None
+        lr = float(self._schedule(self.updates))
+        self.updates += 1
+        return _metrics(jax.device_get(sums), jax.device_get(norms), lr, idle_share)
+
+    def warm_up(self) -> None:
+        """Compiles accumulation and update on empty rows, without changing anything."""
+        empty = Batch.empty(self.options.batch_rows, self.options.row_tokens)
+        acc = self._accumulate(self.params, self._new_acc(), self._put(empty), np.bool_(True))
+        copies = jax.tree.map(jnp.copy, (self.params, self.opt_state))
+        jax.block_until_ready(self._apply(*copies, acc, np.float32(1.0)))
+
+    def score(self, batch: Batch) -> np.ndarray:
+        """log p of every token under the current weights, [M, T], by the same function as the loss."""
+        return np.asarray(self._score(self.params, self._put(batch)))
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint must hold."""
+        return {"params": self.params, "opt_state": self.opt_state}
+
+    def restore(self, state: dict[str, Any], updates: int) -> None:
+        self.params, self.opt_state, self.updates = state["params"], state["opt_state"], updates
+
+    # ------------------------------------------------------------------ traced
+
+    def _put(self, batch: Batch) -> dict[str, Array]:
+        return jax.device_put(batch.arrays(), self._rows)
+
+    def _zeros(self) -> dict[str, Any]:
+        grads = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), self.params)
+        return {"grads": grads, "sums": {name: jnp.zeros(()) for name in _SUMS}}
+
+    def _logprobs(self, params: Params, batch: dict[str, Array]) -> tuple[Float[Array, "M T"], Float[Array, "M T"]]:
+        """log p and entropy aligned to the token: the hidden state at t - 1 speaks of token t. The only shift there is."""
+        o = self.options
+        params = jax.tree.map(lambda p: p.astype(o.dtype), params)
+        policy = nnx.merge(self._graph, params)
+        hidden = policy.hidden(batch["tokens"], batch["position"], packed(batch["segment"]), remat=o.remat)
+        before = jnp.pad(hidden[:, :-1], ((0, 0), (1, 0), (0, 0)))
+        flat = before.reshape(-1, hidden.shape[-1])
+        table = head_table(params, self.config)
+        logprob, entropy = token_logprobs(flat, table, batch["tokens"].reshape(-1), o.temperature, o.head_chunk)
+        return logprob.reshape(batch["tokens"].shape), entropy.reshape(batch["tokens"].shape)
+
+    def _loss(self, params: Params, batch: dict[str, Array], on_policy: Array) -> tuple[Array, dict[str, Array]]:
+        a, o, mask = self.algorithm, self.options, batch["mask"]
+        new, entropy = self._logprobs(params, batch)
+        held = jax.lax.stop_gradient(new)
+        old = jnp.where(on_policy, held, batch["old_logprob"])
+        ratio = a.ratio(new, old, mask, batch["segment"])
+        loss = a.bound(ratio, batch["advantage"], new, a.clip_low, a.clip_high)
+        if o.tis_cap:
+            loss = loss * jnp.minimum(jnp.exp(jnp.where(mask, old - batch["logprob"], 0.0)), o.tis_cap)
+        bonus = jnp.where(on_policy, 0.0, o.entropy_coef) * entropy
+        loss = jnp.where(mask, loss - bonus, 0.0)
+        total = jnp.sum(loss * batch["weight"])
+        u = jax.lax.stop_gradient(ratio)
+        gap = jnp.where(mask, jnp.abs(held - batch["logprob"]), 0.0)
+        sums = {
+            "share": batch["share"].sum(),
+            "tokens": mask.sum().astype(jnp.float32),
+            "loss": total,
+            "nll": -jnp.sum(jnp.where(mask, held, 0.0)),
+            "entropy": jnp.sum(jnp.where(mask, entropy, 0.0)),
+            "clip_low": jnp.sum(mask & (u < 1 - a.clip_low) & (batch["advantage"] < 0)).astype(jnp.float32),
+            "clip_high": jnp.sum(mask & (u > 1 + a.clip_high) & (batch["advantage"] > 0)).astype(jnp.float32),
+            "kl": jnp.sum(jnp.where(mask, u - 1 - jnp.log(u), 0.0)),  # k3 of old against new
+            "gap": gap.sum(),
+            "gap_max": gap.max(),
+            "ratio_max": jnp.max(jnp.where(mask, u, 0.0)),
+        }
+        return total, sums
+
+    def _accumulate_fn(self, params: Params, acc: Any, batch: dict[str, Array], on_policy: Array) -> Any:
+        (_, sums), grads = jax.value_and_grad(self._loss, has_aux=True)(params, batch, on_policy)
+        old = acc["sums"]
+        joined = {k: jnp.maximum(old[k], v) if k.endswith("_max") else old[k] + v for k, v in sums.items()}
+        return {"grads": jax.tree.map(jnp.add, acc["grads"], grads), "sums": joined}
+
+
+_SUMS = (
+    *("share", "tokens", "loss", "nll", "entropy", "clip_low", "clip_high", "kl", "gap"),
+    *("gap_max", "ratio_max"),
+)
+
+
+def _metrics(sums: dict[str, Any], norms: dict[str, Any], lr: float, idle_share: float) -> dict[str, float]:
+    """Means over the tokens that had a gradient."""
+    s = {name: float(value) for name, value in sums.items()}
+    tokens, share = max(s["tokens"], 1.0), max(s["share"] + idle_share, 1e-9)
+    return {
+        "policy/loss": s["loss"] / share,
+        "policy/nll": s["nll"] / tokens,
+        "policy/entropy": s["entropy"] / tokens,
+        "policy/kl": s["kl"] / tokens,
+        "policy/clip_frac": (s["clip_low"] + s["clip_high"]) / tokens,
+        "policy/clip_frac_low": s["clip_low"] / tokens,
+        "policy/clip_frac_high": s["clip_high"] / tokens,
+        "policy/ratio_max": s["ratio_max"],
+        "policy/sampler_logprob_gap": s["gap"] / tokens,
+        "policy/sampler_logprob_gap_max": s["gap_max"],
+        "policy/grad_norm": float(norms["grad_norm"]),
+        "policy/update_norm": float(norms["update_norm"]),
+        "policy/lr": lr,
+        "policy/tokens": s["tokens"],
+    }

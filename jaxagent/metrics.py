@@ -1,0 +1,74 @@
+"""One writer, one clock, one step axis: `metrics.jsonl`, a line per step, flat `group/what` names with units."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+
+class Metrics:
+    """Appends one JSON object per step. On a resume, the lines at and after the resumed step are dropped."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._file: Any = None
+
+    def start(self, step: int) -> None:
+        """Keeps what was written before `step`; a torn last line is dropped."""
+        kept = [record for record in read(self.path) if record["step"] < step]
+        self.close()
+        self.path.write_text("".join(json.dumps(record) + "\n" for record in kept))
+        self._file = self.path.open("a")
+
+    def write(self, step: int, values: dict[str, float]) -> None:
+        """Writes one line. Numbers that are not finite become null, so that the file stays JSON."""
+        clean = {name: value if math.isfinite(value) else None for name, value in values.items()}
+        self._file.write(json.dumps({"step": step, **clean}) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        if self._file:
+            self._file.close()
+            self._file = None
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """All whole lines of a metrics file, in order."""
+    if not path.exists():
+        return []
+    records = []
+    for line in path.read_text().splitlines():
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError:
+            break  # a torn line is the end of what was safely written
+    return records
+
+
+class Clock:
+    """Wall seconds by part since the last `take`; CPU seconds of the process beside them."""
+
+    def __init__(self) -> None:
+        self.parts: dict[str, float] = {}
+        self._cpu = time.process_time()
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self.parts[name] = self.parts.get(name, 0.0) + time.monotonic() - began
+
+    def take(self) -> dict[str, float]:
+        """`time/<part>_s` and `time/cpu_s` since the last call."""
+        cpu = time.process_time()
+        values = {f"time/{name}_s": seconds for name, seconds in self.parts.items()}
+        values["time/cpu_s"] = cpu - self._cpu
+        self.parts, self._cpu = {}, cpu
+        return values

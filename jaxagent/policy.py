@@ -1,0 +1,57 @@
+"""A trained policy outside training: exported as a Hugging Face checkpoint, or asked one question."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import jax
+from flax import nnx
+
+from jaxagent import config as configs
+from jaxagent.chat.plain import tokenizer_files
+from jaxagent.checkpoint import Checkpoints
+from jaxagent.engine.engine import Engine, EngineOptions
+from jaxagent.models import hf
+from jaxagent.models.transformer import params_of
+from jaxagent.parts import start_policy, template_of
+from jaxagent.sharding import DeviceMesh
+from jaxagent.types import Message, SampleRequest, Sampling, sampling_key
+
+
+def export(workdir: str, to: str, dtype: str) -> int:
+    """The command `jaxagent export`: the last checkpoint of a run, with its tokenizer, as transformers loads it."""
+    config = configs.read(Path(workdir) / "config.json")
+    _, _, policy = start_policy(config)
+    graph, params = params_of(policy)
+    checkpoints = Checkpoints(Path(workdir) / "checkpoints", config.checkpoint.keep)
+    step = checkpoints.latest()
+    if step is None:
+        raise ValueError(f"{workdir}: no checkpoint there yet")
+    trained = checkpoints.trees(step, {"params": jax.device_put(params, DeviceMesh.build().sharding())})["params"]
+    checkpoints.close()
+    hf.save(nnx.merge(graph, trained), to, dtype=dtype, tokenizer=config.init_from or None)
+    if not config.init_from:
+        for name, text in tokenizer_files().items():
+            (Path(to) / name).write_text(text)
+    print(f"step {step} of {workdir} is in {to}")
+    return 0
+
+
+def generate(checkpoint: str, prompt: str, temperature: float, max_tokens: int) -> int:
+    """The command `jaxagent generate`: prints one sampled turn of a checkpoint."""
+    template = template_of(checkpoint)
+    policy = hf.load(checkpoint)
+    ids = template.prompt([Message("user", prompt)], ())
+    length = -(-(len(ids) + max_tokens) // 128) * 128
+    options = EngineOptions(slots=1, slot_tokens=length, decode_tokens=16, append_rows=1, append_tokens=(64,))
+    engine = Engine(policy.config, options, next(DeviceMesh.build().replicas()))
+    engine.publish(params_of(policy)[1], version=0)
+    sampling = Sampling(temperature=temperature, max_tokens=max_tokens)
+    request = SampleRequest("prompt", tuple(ids), 0, sampling_key(0, prompt, 0), template.stop, sampling)
+    try:
+        sample = asyncio.run(engine.generate(request))
+    finally:
+        engine.close()
+    print(template.text(sample.tokens))
+    return 0

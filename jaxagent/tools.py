@@ -1,0 +1,109 @@
+"""Tools: a typed Python function, or code in the sandbox, as something a policy may call. Every call has a deadline.
+
+A fault of the policy (unknown tool, bad arguments, an exception of the tool, a timeout) becomes a result that it can read.
+A fault of the infrastructure is raised, and never becomes a result or a reward.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import time
+import typing
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jaxagent.types import ToolCall, ToolRecord, ToolSpec
+from sandbox_client import InfrastructureError
+
+_JSON_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object"}
+_CHECKS: dict[str, Callable[[Any], bool]] = {
+    "string": lambda v: isinstance(v, str),
+    "integer": lambda v: isinstance(v, int) and not isinstance(v, bool),
+    "number": lambda v: isinstance(v, int | float) and not isinstance(v, bool),
+    "boolean": lambda v: isinstance(v, bool),
+    "array": lambda v: isinstance(v, list),
+    "object": lambda v: isinstance(v, dict),
+}
+
+
+@dataclass(frozen=True)
+class Tool:
+    """What the policy is told, and what runs: `run(**arguments)` gives the text of the result."""
+
+    spec: ToolSpec
+    run: Callable[..., Awaitable[str]]
+    timeout_s: float = 10.0
+
+
+def tool(function: Callable[..., Any], timeout_s: float = 10.0) -> Tool:
+    """A tool from a typed function: name, first docstring line and JSON schema are read from it.
+
+    The function is the user's own trusted code and runs in the trainer's process; only its arguments come from the policy.
+    A plain function runs in a thread. Raises TypeError for a parameter without a type that JSON knows.
+    """
+    hints = typing.get_type_hints(function)
+    properties, required = {}, []
+    for name, parameter in inspect.signature(function).parameters.items():
+        base = typing.get_origin(hints.get(name)) or hints.get(name)
+        if base not in _JSON_TYPES:
+            known = ", ".join(t.__name__ for t in _JSON_TYPES)
+            raise TypeError(f"tool {function.__name__}: parameter {name!r} needs one of the types {known}, got {base}")
+        properties[name] = {"type": _JSON_TYPES[base]}
+        if parameter.default is inspect.Parameter.empty:
+            required.append(name)
+    schema = {"type": "object", "properties": properties, "required": required}
+    summary = (inspect.getdoc(function) or "").partition("\n")[0]
+
+    async def run(**arguments: Any) -> str:
+        if inspect.iscoroutinefunction(function):
+            value = await function(**arguments)
+        else:
+            value = await asyncio.to_thread(function, **arguments)
+        return value if isinstance(value, str) else json.dumps(value)
+
+    return Tool(ToolSpec(function.__name__, summary, schema), run, timeout_s)
+
+
+def fault_of(spec: ToolSpec, arguments: dict[str, Any]) -> str:
+    """What is wrong with a call's arguments, in words for the policy, or an empty string."""
+    properties = spec.parameters.get("properties", {})
+    faults = [f"{name!r} is missing" for name in spec.parameters.get("required", ()) if name not in arguments]
+    for name, value in arguments.items():
+        wanted = properties.get(name, {}).get("type")
+        if name not in properties:
+            faults.append(f"there is no parameter {name!r}")
+        elif wanted in _CHECKS and not _CHECKS[wanted](value):
+            faults.append(f"{name!r} must be of type {wanted}")
+    return "; ".join(faults)
+
+
+async def dispatch(tools: Sequence[Tool], call: ToolCall) -> ToolRecord:
+    """Runs a call under its tool's deadline. Raises only InfrastructureError."""
+    record = ToolRecord(call.name, call.arguments, "ok", "")
+    found = next((tool for tool in tools if tool.spec.name == call.name), None)
+    fault = fault_of(found.spec, call.arguments) if found else ""
+    began = time.monotonic()
+    if found is None:
+        known = ", ".join(tool.spec.name for tool in tools)
+        record.outcome, record.result = "unknown_tool", f"error: no tool {call.name!r}; there are {known}"
+    elif fault:
+        record.outcome, record.result = "bad_arguments", f"error: {fault}"
+    else:
+        await _run(found, record)
+    record.latency_s = time.monotonic() - began
+    record.size_bytes = len(record.result.encode())
+    return record
+
+
+async def _run(found: Tool, record: ToolRecord) -> None:
+    try:
+        record.result = await asyncio.wait_for(found.run(**record.arguments), found.timeout_s)
+    except TimeoutError:
+        record.outcome, record.result = "timeout", f"error: no result within {found.timeout_s:g} s"
+    except InfrastructureError:
+        raise
+    except Exception as error:  # the tool's own fault: the policy may read it
+        record.outcome, record.result = "error", f"error: {type(error).__name__}: {error}"

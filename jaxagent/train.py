@@ -1,0 +1,334 @@
+"""The story: live rollouts -> gradient -> new weights. Read it from top to bottom.
+
+    main(config, workdir) -> 0 when done, 75 when it saved on SIGTERM and should be started again
+
+The same config and workdir resume: all draws depend on the seed and the place in the run, never on time.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from ml_collections import ConfigDict
+
+from jaxagent import config as configs
+from jaxagent import finetune
+from jaxagent.checkpoint import Checkpoints
+from jaxagent.credit import training_rows
+from jaxagent.data.pack import fill, pack
+from jaxagent.data.store import Store
+from jaxagent.data.tasks import TaskStream
+from jaxagent.evaluate import SUCCESS, evaluate
+from jaxagent.feed import Feed, FeedOptions, has_signal
+from jaxagent.learner import OptimizerOptions
+from jaxagent.metrics import Clock, Metrics
+from jaxagent.parts import Parts, build, faults, use_devices
+from jaxagent.progress import Progress
+from jaxagent.types import Group, Sampling
+from sandbox_client import InfrastructureError, SandboxStartError
+
+EXIT_DONE, EXIT_AGAIN = 0, 75
+TRAIN_TASKS = 10**9  # tasks of a generated world; a world with fewer says so by `size`
+
+
+class Preempted(Exception):
+    """SIGTERM came and the run has been saved."""
+
+
+class Broken(Exception):
+    """The infrastructure lost too many episodes to go on; the run can be resumed."""
+
+
+FAULTS = (Broken, SandboxStartError, InfrastructureError)  # told in a sentence by the command line
+
+
+class Run:
+    """A run's place: its files, its step, and what a checkpoint holds besides weights."""
+
+    def __init__(self, config: ConfigDict, workdir: Path, parts: Parts, progress: Progress):
+        self.config, self.workdir, self.parts, self.progress = config, workdir, parts, progress
+        self.metrics = Metrics(workdir / "metrics.jsonl")
+        self.store = Store(workdir / "trajectories")
+        self.checkpoints = Checkpoints(workdir / "checkpoints", config.checkpoint.keep)
+        self.clock = Clock()
+        self.results: dict[str, Any] = {}  # evaluations, as they will stand in eval.json
+        tasks = TaskStream(getattr(parts.world, "size", TRAIN_TASKS), config.seed)
+        self.feed = Feed(parts.world, tasks, parts.rollouts, Sampling(**config.sampling), FeedOptions(**config.feed))
+        self.step = 0  # warm-up steps first, then training steps: one axis
+        self.stopping = False
+
+    def save(self) -> None:
+        facts = {"step": self.step, "updates": self.parts.learner.updates, "feed": self.feed.state()}
+        with self.clock.part("checkpoint"):
+            self.checkpoints.save(self.step, self.parts.learner.state(), {**facts, "results": self.results})
+
+    def done(self, values: dict[str, float]) -> None:
+        """One step is done: write it down, save where it is due, stop where that is asked for."""
+        self.step += 1
+        self.metrics.write(self.step, {**values, **self.clock.take()})
+        if self.step % self.config.checkpoint.every == 0 or self.stopping:
+            self.save()
+        if self.stopping:
+            self.checkpoints.wait()
+            raise Preempted
+
+
+def run(spec: str, overrides: Sequence[str], workdir: str) -> int:
+    """The command `jaxagent train`: a config file with overrides, all its faults told at once."""
+    config, found = configs.load(spec, overrides)
+    if found := [*found, *faults(config)]:
+        raise configs.ConfigError(found)
+    return main(config, workdir)
+
+
+def main(config: ConfigDict, workdir: str | Path, progress: Progress | None = None) -> int:
+    """Trains, evaluates, and leaves a workdir with checkpoints, trajectories, metrics, eval.json and report.html."""
+    workdir, progress = Path(workdir), progress or Progress()
+    if found := faults(config):
+        raise configs.ConfigError(found)
+    prepare(config, workdir)
+    use_devices(config)
+    parts = build(config, workdir / "sandbox.log")
+    run = Run(config, workdir, parts, progress)
+    previous = signal.getsignal(signal.SIGTERM)
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, lambda *_: setattr(run, "stopping", True))
+    try:
+        tell(run)
+        resume(run)
+        warm_up(run)
+        train(run)
+        finish(run)
+        return EXIT_DONE
+    except Preempted:
+        progress.say(f"saved at step {run.step}; the same command resumes")
+        return EXIT_AGAIN
+    finally:
+        progress.stop()
+        parts.close()
+        run.checkpoints.close()
+        run.metrics.close()
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, previous)
+
+
+# ====================================================================== a place to work, and a place to go on from
+
+
+def prepare(config: ConfigDict, workdir: Path) -> None:
+    """Makes the workdir, or checks that the one that is there belongs to this config."""
+    workdir.mkdir(parents=True, exist_ok=True)
+    saved = workdir / "config.json"
+    if saved.exists() and (changed := configs.differences(config, saved)):
+        raise configs.ConfigError([f"{workdir} holds a run of another config: {change}" for change in changed])
+    configs.save(config, saved)
+
+
+def tell(run: Run) -> None:
+    c, parts = run.config, run.parts
+    size = sum(leaf.size for leaf in jax.tree.leaves(parts.learner.params))
+    run.progress.say(
+        f"{c.env.name}: {size / 1e6:.2f}M parameters on {jax.device_count()} {jax.default_backend()} devices, "
+        f"{c.feed.prompts} x {c.feed.rollouts} episodes a step, {c.algo.name}; {parts.sandbox.description}"
+    )
+
+
+def resume(run: Run) -> None:
+    """Compiles, and takes up the last checkpoint if there is one."""
+    with run.clock.part("compile"):
+        learner, warmup = run.parts.learner, run.config.warmup.steps
+        learner.begin(OptimizerOptions(**run.config.warmup_optimizer), max(warmup, 1))
+        run.parts.compile()
+    run.progress.say(f"compiled in {run.clock.parts['compile']:.1f} s")
+    latest = run.checkpoints.latest()
+    if latest is not None:
+        facts = run.checkpoints.facts(latest)
+        if facts["step"] >= warmup:
+            begin_training(run)
+        learner.restore(run.checkpoints.trees(latest, learner.state()), facts["updates"])
+        run.feed.restore(facts["feed"])
+        run.step, run.results = facts["step"], facts["results"]
+        run.progress.say(f"resumed at step {run.step}")
+    run.metrics.start(run.step + 1)
+    run.parts.engines.publish(learner.params, version=max(0, run.step - warmup))
+
+
+def begin_training(run: Run) -> None:
+    run.parts.learner.begin(OptimizerOptions(**run.config.optimizer), run.config.train.steps * run.config.train.minibatches)
+
+
+# ====================================================================== warm-up: the format, from a sloppy demonstrator
+
+
+def warm_up(run: Run) -> None:
+    c, parts = run.config, run.parts
+    if run.step < c.warmup.steps:
+        dialogues = finetune.demonstrations(parts.world, c.warmup.demos, c.seed)
+        rows = [finetune.supervised_row(parts.template, dialogue, parts.world.tools) for dialogue in dialogues]
+        run.progress.start("warm-up", run.step)
+        while run.step < c.warmup.steps:
+            with run.clock.part("sft"):
+                metrics = finetune.supervise(parts.learner, rows, c.warmup.batch, (c.seed, run.step))
+            if run.step + 1 == c.warmup.steps:
+                parts.engines.publish(parts.learner.params, version=0)
+                before(run)
+            run.progress.step(run.step + 1, c.warmup.steps, {"nll": f"{metrics['sft/nll']:.3f}"})
+            run.done(metrics)
+        begin_training(run)
+    elif not run.results:
+        before(run)
+        begin_training(run)
+
+
+def before(run: Run) -> None:
+    """What the policy can do before reinforcement: what it will be compared with."""
+    run.progress.stop()
+    run.results["before"] = score(run, "before", "test", run.config.evaluate.final_tasks)
+    run.progress.say(f"held-out success before reinforcement {run.results['before']['success']:.3f}")
+
+
+# ====================================================================== the loop
+
+
+def train(run: Run) -> None:
+    c, parts = run.config, run.parts
+    first = c.warmup.steps
+    run.progress.start("step", run.step - first)
+    while run.step < first + c.train.steps:
+        step = run.step - first
+        # Rollouts: every group of this step is sampled from the weights published last.
+        with run.clock.part("rollout"):
+            groups, sampled = run.feed.take(mixed=parts.algorithm.select == "mixed")
+        values = described(run, sampled)
+        # Gradients: rows without advantage cost nothing.
+        with run.clock.part("train"):
+            values |= update(run, groups, step)
+        run.store.write(f"train-{step + 1:06d}", [row for group in sampled for row in group.trajectories])
+        # New weights into the sampler: a copy on the device.
+        with run.clock.part("publish"):
+            parts.engines.publish(parts.learner.params, version=step + 1)
+        if c.evaluate.every and (step + 1) % c.evaluate.every == 0 and step + 1 < c.train.steps:
+            table = score(run, f"valid-{step + 1:06d}", "valid", c.evaluate.tasks)
+            values |= {"eval/success": table["success"], "eval/turns": table["turns"]}
+            values |= {f"eval/success_{name.replace(' ', '_')}": s for name, s in table["by_difficulty"].items()}
+        show(run, step + 1, values)
+        run.done(values)
+
+
+def update(run: Run, groups: Sequence[Group], step: int) -> dict[str, float]:
+    """One pass over the groups in `train.minibatches` optimizer steps; returns the mean of their metrics."""
+    c, learner, algorithm = run.config, run.parts.learner, run.parts.algorithm
+    o = learner.options
+    order = np.random.default_rng((c.seed, step)).permutation(len(groups))
+    minibatches = []
+    for part in np.array_split(order, min(c.train.minibatches, max(1, len(groups)))) if groups else ():
+        rows, idle = training_rows([groups[i] for i in part], algorithm, keep_idle=o.entropy_coef > 0)
+        minibatches.append((pack(rows, batch_rows=o.batch_rows, row_tokens=o.row_tokens), idle))
+    if c.train.old_logprob == "trainer":
+        for batch in (batch for batches, _ in minibatches for batch in batches):
+            batch.old_logprob = learner.score(batch)
+    results = []
+    for batches, idle in minibatches:
+        for batch in batches:
+            learner.accumulate(batch)
+        results.append(learner.apply(idle))
+    if not results:  # every group of the step was left out
+        return {}
+    means = {name: sum(r[name] for r in results) / len(results) for name in results[0]}
+    return {**means, "train/row_fill": fill([batch for batches, _ in minibatches for batch in batches])}
+
+
+def described(run: Run, groups: Sequence[Group]) -> dict[str, float]:
+    """The numbers of a step's rollouts; stops the run when the infrastructure broke too many of them."""
+    rows = [row for group in groups for row in group.trajectories]
+    good = [row for row in rows if row.stop.counts]
+    broken = 1 - len(good) / len(rows)
+    if broken > run.config.train.max_broken:
+        error = next(row.error for row in rows if not row.stop.counts)
+        raise Broken(
+            f"{broken:.0%} of the episodes of this step were lost to the infrastructure (train.max_broken allows "
+            f"{run.config.train.max_broken:.0%}); the last said: {error}. The same command resumes from the last checkpoint."
+        )
+    sampled = sum(sum(row.mask) for row in good)
+    turns = [turn for row in good for turn in row.turns]
+    tools = [record for turn in turns for record in turn.tools]
+    stats = run.parts.engines.take_stats()
+    values = {
+        "reward/mean": mean(row.reward for row in good),
+        "reward/success": mean(row.reward >= SUCCESS for row in good),
+        "reward/informative_groups": mean(has_signal(group) for group in groups),
+        "rollout/turns": len(turns) / len(good),
+        "rollout/tokens": sampled / len(good),
+        "rollout/entropy": -sum(sum(row.logprob) for row in good) / max(1, sampled),
+        "rollout/parse_errors": mean(bool(turn.error) for turn in turns),
+        "rollout/tool_errors": mean(record.outcome != "ok" for record in tools),
+        "rollout/tool_calls": float(len(tools)),
+        "rollout/tool_latency_s": mean(record.latency_s for record in tools),
+        "rollout/broken": broken,
+        "rollout/retried": mean(row.attempts > 1 for row in rows),
+        "engine/tokens_per_s": stats.sampled / max(1e-9, run.clock.parts["rollout"]),
+        "engine/fill": stats.sampled / max(1, stats.row_steps),
+        "engine/busy_s": stats.busy_s,
+        "engine/prefilled": float(stats.prefilled),
+        "engine/forked": float(stats.forked),
+        "sandbox/restarts": float(run.parts.sandbox.restarts),
+    }
+    for stop in sorted({row.stop for row in rows}):
+        values[f"rollout/stop_{stop}"] = mean(row.stop == stop for row in rows)
+    return values
+
+
+def show(run: Run, step: int, values: dict[str, float]) -> None:
+    shown = {
+        "success": f"{values['reward/success']:.2f}",
+        "reward": f"{values['reward/mean']:.2f}",
+        "turns": f"{values['rollout/turns']:.1f}",
+        "entropy": f"{values['rollout/entropy']:.2f}",
+        "tok/s": f"{values['engine/tokens_per_s']:.0f}",
+    }
+    if "eval/success" in values:
+        shown["held-out"] = f"{values['eval/success']:.2f}"
+    run.progress.step(step, run.config.train.steps, shown, curve=values["reward/success"])
+
+
+def score(run: Run, label: str, split: str, tasks: int, *, ablated: bool = False) -> dict[str, Any]:
+    """Evaluates the weights that the engines hold and stores the trajectories."""
+    c = run.config.evaluate
+    sampling = Sampling(**{**run.config.sampling, "temperature": c.temperature})
+    with run.clock.part("eval"):
+        table, rows = evaluate(
+            run.parts.rollouts, run.parts.world, sampling, split=split, tasks=tasks, k=c.rollouts, ablated=ablated
+        )
+    run.store.write(label, rows)
+    run.parts.engines.take_stats()
+    return table
+
+
+# ====================================================================== the end
+
+
+def finish(run: Run) -> None:
+    """Scores the trained policy, without its tools too, and says what it learnt."""
+    c = run.config
+    run.progress.stop()
+    if run.checkpoints.latest() != run.step:
+        run.save()
+    n = c.evaluate.final_tasks
+    run.results["after"] = score(run, "after", "test", n)
+    if c.evaluate.ablate:
+        run.results["ablated"] = score(run, "ablated", "test", n, ablated=True)
+    (run.workdir / "eval.json").write_text(json.dumps(run.results, indent=2) + "\n")
+    run.checkpoints.wait()
+
+
+def mean(values: Any) -> float:
+    """The mean, or 0 of nothing."""
+    values = list(values)
+    return sum(values) / len(values) if values else 0.0

@@ -1,0 +1,213 @@
+"""The words that every floor shares: messages, sampling requests, turns, trajectories, groups. Standard library only.
+
+One time rule holds everywhere. `logprob[t]` belongs to `tokens[t]`, the token itself and not its successor. `mask[t]` is
+true exactly where the policy sampled `tokens[t]`. The stop token that closes a tool call is the policy's; the header that
+opens the tool result is not.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from typing import Any, Protocol
+
+
+class StopReason(StrEnum):
+    """Why an episode ended. `counts` says whether its reward may be learnt from."""
+
+    ANSWERED = "answered"  # the policy gave its final answer
+    ENV_TERMINATED = "env_terminated"  # the world ended the episode
+    MAX_TURNS = "max_turns"
+    MAX_TOKENS = "max_tokens"
+    ENV_TRUNCATED = "env_truncated"  # the world broke and said so
+    POLICY_TIMEOUT = "policy_timeout"  # the episode's deadline passed while the policy's own code was running
+    INFRA_FAILURE = "infra_failure"  # sandbox, harness or network failed, after all retries
+    CANCELLED = "cancelled"
+
+    @property
+    def counts(self) -> bool:
+        """False for faults of the infrastructure: they leave the loss and the group's mean and deviation."""
+        return self not in (StopReason.ENV_TRUNCATED, StopReason.INFRA_FAILURE, StopReason.CANCELLED)
+
+
+@dataclass(frozen=True)
+class ToolSpec:
+    """What a model is told about a tool; `parameters` is a JSON schema of type object."""
+
+    name: str
+    description: str = ""
+    parameters: dict[str, Any] = field(default_factory=lambda: {"type": "object", "properties": {}})
+
+    @property
+    def parameter_names(self) -> tuple[str, ...]:
+        return tuple(self.parameters.get("properties", {}))
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    name: str
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Message:
+    """One message of a dialogue. `error` says what was wrong with a sampled turn that could not be parsed."""
+
+    role: str  # system | user | assistant | tool
+    content: str = ""
+    thinking: str = ""
+    calls: tuple[ToolCall, ...] = ()
+    name: str = ""  # for role tool: which tool answered
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a turn is sampled. All of it reaches the device as data, so that no setting causes a compilation."""
+
+    temperature: float = 1.0  # 0 is greedy
+    top_k: int = 0  # 0 is off
+    top_p: float = 1.0
+    max_tokens: int = 256  # per turn
+
+
+@dataclass(frozen=True)
+class SampleRequest:
+    """Asks for one turn of trajectory `trajectory`.
+
+    Args:
+        tokens: the new tokens to feed, which extend what the sampler already holds.
+        start: position of `tokens[0]` in the trajectory; the sampler refuses a gap or an overlap.
+        key: two uint32; the draw for position p is folded from it and p, so it depends on nothing else.
+        stop: token ids that end the turn; the stop token belongs to the turn.
+        group: trajectories of one group share their first request's tokens, which are prefilled once.
+    """
+
+    trajectory: str
+    tokens: tuple[int, ...]
+    start: int
+    key: tuple[int, int]
+    stop: tuple[int, ...]
+    sampling: Sampling = Sampling()
+    group: str = ""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One sampled turn. `fed_start` and `fed` are the sampler's own record of what it was fed, for the auditor."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    versions: list[int]
+    stopped: bool  # by a stop token; otherwise the budget ran out
+    fed_start: int
+    fed: list[int]
+
+
+class Sampler(Protocol):
+    """What an agent sees of an engine: turns out, tokens in. A trajectory's cache is held until `release`."""
+
+    async def generate(self, request: SampleRequest) -> Sample: ...
+
+    def release(self, trajectory: str) -> None: ...
+
+
+@dataclass
+class ToolRecord:
+    """One executed tool call, as evidence: what was asked, how it ended, how long it took."""
+
+    name: str
+    arguments: dict[str, Any]
+    outcome: str  # ok | error | timeout | unknown_tool | bad_arguments
+    result: str
+    latency_s: float = 0.0
+    size_bytes: int = 0
+
+
+@dataclass
+class Turn:
+    """One decision of the policy: tokens[start:end] were sampled after tokens[fed_start:start] had been fed."""
+
+    fed_start: int
+    start: int
+    end: int
+    state: str  # key of the environment state in which the turn was taken (anchor-state credit)
+    fed: list[int] = field(default_factory=list)  # the sampler's own record of what it was fed
+    text: str = ""
+    reward: float = 0.0
+    reason: str = ""  # of the reward
+    advantage: float | None = None  # None until the group is complete, and for turns that do not count
+    error: str = ""  # what was wrong with the turn's syntax
+    tools: list[ToolRecord] = field(default_factory=list)
+
+
+@dataclass
+class Trajectory:
+    """One token row of one rollout, and everything that was true of it. All per-token lists have the length of `tokens`."""
+
+    task: str
+    seed: int
+    group: str
+    rollout: int  # index in the group
+    role: str = "agent"
+    tokens: list[int] = field(default_factory=list)
+    mask: list[bool] = field(default_factory=list)
+    logprob: list[float] = field(default_factory=list)
+    version: list[int] = field(default_factory=list)  # -1 where the policy did not sample
+    turn: list[int] = field(default_factory=list)  # -1 where the policy did not sample
+    turns: list[Turn] = field(default_factory=list)
+    stop: StopReason = StopReason.CANCELLED
+    error: str = ""
+    waiting: str = ""  # what the episode waits for while it is played, for the message of a missed deadline
+    attempts: int = 1
+    difficulty: str = ""
+    seconds: float = 0.0
+
+    @property
+    def reward(self) -> float:
+        """The return of the episode: the sum of its turns' rewards."""
+        return sum(turn.reward for turn in self.turns)
+
+    def feed(self, ids: list[int]) -> None:
+        """Appends tokens that the policy did not sample."""
+        n = len(ids)
+        self.tokens += ids
+        self.mask += [False] * n
+        self.logprob += [0.0] * n
+        self.version += [-1] * n
+        self.turn += [-1] * n
+
+    def sampled(self, sample: Sample, state: str, text: str) -> Turn:
+        """Appends a sampled turn and returns its record."""
+        start, n = len(self.tokens), len(sample.tokens)
+        turn = Turn(sample.fed_start, start, start + n, state, list(sample.fed), text)
+        self.tokens += sample.tokens
+        self.mask += [True] * n
+        self.logprob += sample.logprobs
+        self.version += sample.versions
+        self.turn += [len(self.turns)] * n
+        self.turns.append(turn)
+        return turn
+
+    def to_json(self) -> dict[str, Any]:
+        return {**self.__dict__, "turns": [asdict(turn) for turn in self.turns]}
+
+    @classmethod
+    def from_json(cls, record: dict[str, Any]) -> Trajectory:
+        turns = [Turn(**{**turn, "tools": [ToolRecord(**tool) for tool in turn["tools"]]}) for turn in record["turns"]]
+        return cls(**{**record, "turns": turns, "stop": StopReason(record["stop"])})
+
+
+@dataclass
+class Group:
+    """The rollouts of one (task, seed), which are compared with each other."""
+
+    key: str
+    trajectories: list[Trajectory]
+
+
+def sampling_key(seed: int, group: str, rollout: int) -> tuple[int, int]:
+    """Two uint32 that depend on the run's seed, the group and the rollout only: never on scheduling."""
+    digest = hashlib.blake2b(f"{seed}/{group}/{rollout}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")

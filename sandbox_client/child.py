@@ -1,0 +1,299 @@
+"""The loop inside a jailed child: one session's fixed functions, its live Python namespace, its bash and its files.
+
+It reads one request at a time from its socket and answers it, in the frames of frames.py.
+Nothing here is trusted by the server: whatever the program does to this process, it can only spoil its own session.
+The zygote imports this module, so it must stay light: every page it touches is paid again by every child.
+"""
+
+import _ast
+import _signal  # without the enums of `signal`
+import contextlib
+import io
+import json
+import linecache
+import os
+import resource
+import socket
+import sys
+import traceback
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from .frames import CALL, EXEC, FRAME, OPEN, READ, READY, REPLY, TEXT_MAX, WRITE
+
+BASH_MAX_BYTES = 128 << 10  # the kernel's limit on one argument
+_ONLY_AST = 0x400  # ast.PyCF_ONLY_AST, without importing ast
+
+
+class ProgramTimeout(BaseException):
+    """Raised by the alarm inside the program; not an Exception, so that `except Exception` lets it pass."""
+
+
+Head = dict[str, Any]
+
+
+def send(sock: socket.socket, kind: bytes, head: bytes, blob: bytes = b"") -> None:
+    """Writes one frame."""
+    sock.sendall(FRAME.pack(kind, len(head), len(blob)) + head + blob)
+
+
+# made once, here: json's own functions would make them anew, which costs a child's first operation 0.1 ms
+_decode = json.JSONDecoder().raw_decode
+_encode = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
+
+
+class _Nowhere(io.TextIOBase):
+    def write(self, text: str) -> int:
+        return len(text)
+
+
+_NOWHERE: Any = _Nowhere()
+
+
+class Child:
+    """One session. Every operation takes a request's head and raw bytes and returns the reply's."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._home = os.getcwd()  # noqa: PTH109  (cheaper, and wanted as a string)
+        self._pid = os.getpid()
+        self._buffer = bytearray()
+        self._functions: dict[str, Callable[..., Any]] = {}
+        self._main: types.ModuleType | None = None
+        self._runs = 0
+        self._armed = False
+        self._groups: list[int] = []
+
+    def serve(self) -> None:
+        """Answers until the server closes the socket."""
+        operations: dict[bytes, Callable[[Head, bytes], tuple[bytes, bytes]]] = {
+            CALL: self._call,
+            OPEN: self._open,
+            EXEC: self._exec,
+            WRITE: self._write,
+            READ: self._read,
+        }
+        while True:
+            kind, length, blob_length = FRAME.unpack(self._receive(FRAME.size))
+            head = _decode(self._receive(length).decode())[0]
+            send(self._sock, REPLY, *operations[kind](head, self._receive(blob_length)))
+
+    def _receive(self, size: int) -> bytes:
+        buffer = self._buffer
+        while len(buffer) < size:
+            data = self._sock.recv(1 << 16)
+            if not data:
+                os._exit(0)
+            buffer += data
+        data = bytes(buffer[:size])
+        del buffer[:size]
+        return data
+
+    def _run(self, timeout_s: float, work: Callable[[], Head], state: Head) -> bytes:
+        """Runs the program under the alarm and returns the reply, whichever way it ended, with `state` in it."""
+        try:
+            try:
+                _signal.signal(_signal.SIGALRM, self._ring)
+                self._armed = True
+                _signal.setitimer(_signal.ITIMER_REAL, timeout_s)
+                # encoded here, so that a value which JSON cannot hold is the program's own error
+                return _encode({**state, "outcome": "ok", "error": None, **work()}).encode()
+            finally:
+                self._armed = False
+                _signal.setitimer(_signal.ITIMER_REAL, 0)
+                if os.getpid() != self._pid:  # the program forked and let the copy run on: it must not answer too
+                    _flush()
+                    os._exit(state.get("exit_code") or 0)
+        except ProgramTimeout:
+            outcome, error = "program_timeout", f"stopped after {timeout_s:g} s"
+        except MemoryError as problem:
+            outcome, error = "program_oom", _describe(problem)
+        except BaseException as problem:
+            outcome, error = "program_error", _describe(problem)
+        return _encode({**state, "outcome": outcome, "error": error}).encode()
+
+    def _ring(self, *_: object) -> None:
+        if self._armed:
+            raise ProgramTimeout
+
+    def _open(self, head: Head, _: bytes) -> tuple[bytes, bytes]:
+        def work() -> Head:
+            self._functions = dict(sys.modules[head["functions"]].session_functions(head["options"]))
+            return {}
+
+        return self._quietly(head["timeout_s"], work, {}), b""
+
+    def _call(self, head: Head, _: bytes) -> tuple[bytes, bytes]:
+        function = self._functions.get(head["name"])
+        if function is None:
+            known = ", ".join(sorted(self._functions)) or "none"
+            error = f"no function named {head['name']!r}; this session has: {known}"
+            return _encode({"outcome": "denied", "value": None, "error": error}).encode(), b""
+        work = lambda: {"value": function(**head["arguments"])}  # noqa: E731
+        return self._quietly(head["timeout_s"], work, {"value": None}), b""
+
+    def _quietly(self, timeout_s: float, work: Callable[[], Head], state: Head) -> bytes:
+        """Runs a fixed function: what it prints goes nowhere, for nobody reads the pipes and they would fill."""
+        kept = sys.stdout, sys.stderr
+        sys.stdout = sys.stderr = _NOWHERE
+        try:
+            return self._run(timeout_s, work, state)
+        finally:
+            sys.stdout, sys.stderr = kept
+
+    def _exec(self, head: Head, blob: bytes) -> tuple[bytes, bytes]:
+        self._runs += 1
+        for group in self._groups:
+            _reap(group)
+        if head.get("once"):
+            self._prepare_once(head, blob)
+        run = self._bash if head["language"] == "bash" else self._python
+        state: Head = {"exit_code": None, "value": None}
+        reply = self._run(head["timeout_s"], lambda: run(head, state), state)
+        _flush()
+        return reply, b""
+
+    def _prepare_once(self, head: Head, blob: bytes) -> None:
+        """Gives a stateless run its standard input and its own, lower limits."""
+        path = Path(self._home, "..", "tmp", "stdin")
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        path.unlink()
+        view = memoryview(blob)
+        while view:
+            view = view[os.write(file, view) :]
+        os.lseek(file, 0, os.SEEK_SET)
+        os.dup2(file, 0)
+        os.close(file)
+        sys.stdin = os.fdopen(0, encoding="utf-8", errors="surrogateescape", closefd=False)
+        cpu_s = int(head["timeout_s"]) + 1
+        resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s + 1))
+        if head.get("memory_bytes"):
+            now = resource.getrlimit(resource.RLIMIT_AS)[1]
+            wanted = head["memory_bytes"] if now == resource.RLIM_INFINITY else min(now, head["memory_bytes"])
+            resource.setrlimit(resource.RLIMIT_AS, (wanted, wanted))
+
+    def _python(self, head: Head, state: Head) -> Head:
+        if self._main is None:
+            self._main = types.ModuleType("__main__")
+            sys.modules["__main__"] = self._main  # pickle and multiprocessing look names up there
+        name, code, space = f"<exec {self._runs}>", head["code"], self._main.__dict__
+        linecache.cache[name] = (len(code), None, code.splitlines(True), name)  # so that tracebacks show the line
+        try:
+            tree = compile(code, name, "exec", _ONLY_AST)
+            last = tree.body.pop() if tree.body and isinstance(tree.body[-1], _ast.Expr) else None
+            exec(compile(tree, name, "exec"), space)  # noqa: S102  (what this child is for)
+            if last is not None:
+                value = eval(compile(_ast.Expression(last.value), name, "eval"), space)  # noqa: S307
+                state["value"] = None if value is None or head.get("once") else repr(value)[:TEXT_MAX]
+            if head.get("once"):
+                _finish()
+            state["exit_code"] = 0
+        except SystemExit as end:
+            state["exit_code"] = end.code if isinstance(end.code, int) else int(end.code is not None)
+            if end.code is not None and not isinstance(end.code, int):
+                print(end.code, file=sys.stderr)
+        except ProgramTimeout:
+            raise
+        except BaseException as error:
+            state["exit_code"] = 1
+            trace = error.__traceback__
+            while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+                trace = trace.tb_next  # our own frame is no part of the program
+            traceback.print_exception(type(error), error, trace)
+            raise
+        return _ended(state)
+
+    def _bash(self, head: Head, state: Head) -> Head:
+        script = os.fsencode(head["code"])
+        if len(script) >= BASH_MAX_BYTES or b"\0" in script:
+            return {"outcome": "program_error", "error": f"bash code must be below {BASH_MAX_BYTES} bytes, without NUL"}
+        pid = 0
+        try:
+            # Python ignores these two signals, a shell must not
+            ignored = [_signal.SIGPIPE, _signal.SIGXFSZ]
+            arguments = [b"bash", b"-c", script]
+            pid = os.posix_spawn("/bin/bash", arguments, os.environ, setpgroup=0, setsigdef=ignored)
+            self._groups.append(pid)
+            code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        except ProgramTimeout:
+            if pid:
+                _kill(-pid)
+                _kill(pid)
+                os.waitpid(pid, 0)
+            raise
+        state["exit_code"] = code if code >= 0 else 128 - code
+        return _ended(state)
+
+    def _write(self, head: Head, blob: bytes) -> tuple[bytes, bytes]:
+        def work() -> Head:
+            path = Path(self._home, head["path"])  # the program may have gone elsewhere
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(blob)
+            return {}
+
+        return self._run(head["timeout_s"], work, {}), b""
+
+    def _read(self, head: Head, _: bytes) -> tuple[bytes, bytes]:
+        found = []
+
+        def work() -> Head:
+            path = Path(self._home, head["path"])
+            size = path.stat().st_size
+            if size > head["limit"]:
+                raise ValueError(f"wanted at most {head['limit']} bytes, {head['path']} has {size}")
+            # no waiting for the other end of a pipe that the program left in place of a file
+            with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+                found.append(file.read(head["limit"]))
+            return {}
+
+        return self._run(head["timeout_s"], work, {}), found[0] if found else b""
+
+
+def _ended(state: Head) -> Head:
+    code = state["exit_code"]
+    return {**state, "outcome": "program_error", "error": f"exit code {code}"} if code else state
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # closed or replaced by the program
+            stream.flush()
+
+
+def _describe(error: BaseException) -> str:
+    try:
+        return f"{type(error).__name__}: {error}"[:TEXT_MAX]
+    except BaseException:  # the program's own __str__ raised
+        return type(error).__name__
+
+
+def _finish() -> None:
+    """Waits for threads and runs exit handlers, as the end of an ordinary run would."""
+    threading, atexit = (sys.modules.get(name) for name in ("threading", "atexit"))
+    if threading:
+        for thread in threading.enumerate():
+            if thread is not threading.current_thread() and not thread.daemon:
+                thread.join()
+    if atexit:
+        atexit._run_exitfuncs()
+
+
+def _kill(pid: int) -> None:
+    with contextlib.suppress(OSError):
+        os.kill(pid, _signal.SIGKILL)
+
+
+def _reap(group: int) -> None:
+    """Collects what an earlier shell left behind and has since ended; the program's own children stay its own."""
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-group, os.WNOHANG)[0]:
+            pass
+
+
+def main(sock: socket.socket) -> None:
+    """Takes over a freshly locked child: descriptors 1 and 2 are its pipes, `sock` its line to the server."""
+    sys.argv = [""]
+    send(sock, READY, b"{}")
+    Child(sock).serve()

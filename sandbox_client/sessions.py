@@ -1,0 +1,424 @@
+"""Sessions: order by sequence number, repeated requests answered from memory, deaths turned into outcomes, expiry.
+
+A session owns one child of the pool; where nothing can be locked it owns only its fixed functions (`LocalSession`).
+"""
+
+import asyncio
+import json
+import os
+import secrets
+import sys
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from typing import Any
+
+from . import frames, wire
+from .pool import Child, ChildDied, Pool
+
+_KEPT_REPLIES, _KEPT_BYTES = 8, 1 << 20
+_KEPT_RUNS, _KEPT_RUN_BYTES = 256, 16 << 20
+_KEPT_LOSSES = 4096
+_LOST_KEPT_S = 30.0  # a lost session still answers a repeated request for so long
+_OUTCOMES = frozenset(wire.Outcome)
+_START_S = 10.0  # for what is no program: building functions, moving a file
+
+Reply = dict[str, Any]
+Operation = Callable[[], Awaitable[Reply]]
+
+
+class Refused(Exception):
+    """A request that is not carried out, as HTTP will say it."""
+
+    def __init__(self, status: int, code: str, message: str, remedy: str | None = None, **extra: Any) -> None:
+        super().__init__(message)
+        self.status = status
+        self.body = {"error": {"code": code, "message": message, "remedy": remedy, **extra}}
+
+
+def _lost(message: str, by_program: bool) -> Refused:
+    return Refused(410, "session_lost", message, "open another session", caused_by_program=by_program)
+
+
+def busy(message: str) -> Refused:
+    """Returns the refusal for load; the client tries again after a second."""
+    return Refused(429, "overloaded", message, retry_after_s=1)
+
+
+class Gate:
+    """At most `running` programs at once, at most `waiting` behind them."""
+
+    def __init__(self, running: int, waiting: int) -> None:
+        self._slots = asyncio.Semaphore(running)
+        self._room = waiting
+
+    @asynccontextmanager
+    async def enter(self, deadline: float) -> AsyncIterator[None]:
+        """Waits for a turn until `deadline` on the loop's clock. Raises Refused."""
+        if self._slots.locked():
+            if self._room <= 0:
+                raise busy("as many programs as allowed are running and waiting")
+            self._room -= 1
+            try:
+                async with asyncio.timeout_at(deadline):
+                    await self._slots.acquire()
+            except TimeoutError:
+                raise busy("no turn came before the request's deadline") from None
+            finally:
+                self._room += 1
+        else:
+            await self._slots.acquire()
+        try:
+            yield
+        finally:
+            self._slots.release()
+
+
+def _checked(reply: Reply, *, ran: bool) -> Reply:
+    """Returns a child's reply with exactly the fields of its kind. Raises ValueError: the program has forged it."""
+    if reply.get("outcome") not in _OUTCOMES:
+        raise ValueError("no outcome")
+    error = wire.take(reply, "error", str, type(None))
+    result = {"outcome": reply["outcome"], "error": error and error[: frames.TEXT_MAX], "session_lost": False}
+    if not ran:
+        return {**result, "value": reply.get("value")}
+    value = wire.take(reply, "value", str, type(None))
+    return {**result, "value": value, "exit_code": wire.take(reply, "exit_code", int, type(None))}
+
+
+def _epitaph(death: ChildDied, timeout_s: float, memory_bytes: int, once: bool = False) -> Reply:
+    """Returns what the model is told when its program has ended its own process; a stateless run may well do so."""
+    outcome, code = "program_error", None
+    if death.cause == "timeout":
+        outcome, error = "program_timeout", f"ignored its deadline of {timeout_s:g} s and was killed"
+    elif death.oom:
+        outcome, error = "program_oom", f"killed for using more than {memory_bytes >> 20} MiB"
+    elif death.cause == "protocol":
+        error = "the program spoiled its line to the server and was killed"
+    else:
+        code = os.waitstatus_to_exitcode(death.status) if death.status is not None else -9
+        how = f"signal {-code}" if code < 0 else f"exit code {code}"
+        outcome = "ok" if once and code == 0 else outcome
+        error = how if once else f"the program ended the process that ran it ({how})"
+    ok = outcome == "ok"
+    return {"outcome": outcome, "value": None, "exit_code": code, "error": None if ok else error, "session_lost": True}
+
+
+async def execute(child: Child, head: dict[str, Any], limit: int, memory_bytes: int, stdin: bytes = b"") -> Reply:
+    """Runs a program in `child` and returns the whole reply of an exec. Raises ChildDied when the server ended it."""
+    loop = asyncio.get_running_loop()
+    start = loop.time()
+    child.out.begin(limit)
+    child.err.begin(limit)
+    try:
+        answer, _ = await child.ask(frames.EXEC, json.dumps(head).encode(), head["timeout_s"], stdin)
+        reply = _checked(answer, ran=True)
+    except ChildDied as death:
+        if death.cause in ("closed", "expired"):
+            raise
+        reply = _epitaph(death, head["timeout_s"], memory_bytes, once=head.get("once", False))
+    except ValueError:
+        child.kill("protocol")
+        reply = _epitaph(ChildDied("protocol", None, False), head["timeout_s"], memory_bytes)
+    (stdout, dropped), (stderr, dropped_too) = child.out.end(), child.err.end()
+    streams = {"stdout": stdout, "stderr": stderr, "dropped_bytes": dropped + dropped_too}
+    return {**reply, **streams, "elapsed_s": round(loop.time() - start, 6)}
+
+
+class Session:
+    """One trajectory's place: its operations one after another, each sequence number at most once."""
+
+    def __init__(self, identity: str, key: str, spec: tuple[str | None, str]) -> None:
+        self.identity, self.key, self.spec = identity, key, spec
+        self.loop = asyncio.get_running_loop()
+        self.born = self.used = self.loop.time()
+        self.lost: Refused | None = None
+        self._turn = asyncio.Lock()
+        self._started = 0
+        self._pending: dict[int, asyncio.Future[bytes]] = {}
+        self._replies: dict[int, bytes] = {}
+
+    @property
+    def idle(self) -> bool:
+        return not self._pending
+
+    async def perform(self, seq: int, operation: Operation, deadline: float) -> bytes:
+        """Returns the encoded reply of `operation`, run in order and once per `seq`. Raises Refused."""
+        stored = self._replies.get(seq)
+        if stored is not None:
+            return stored
+        pending = self._pending.get(seq)
+        if pending is not None:
+            return await asyncio.shield(pending)
+        future = self._pending[seq] = self.loop.create_future()
+        try:
+            body = wire.encode({"seq": seq, **await self.in_turn(operation, deadline, seq)})
+            self._remember(seq, body)
+            future.set_result(body)
+            return body
+        except Refused as refusal:
+            future.set_exception(refusal)
+            future.exception()  # nobody need be waiting for it
+            raise
+        finally:
+            del self._pending[seq]
+            future.cancel()  # a no-op unless this task was itself cancelled
+            self.used = self.loop.time()
+
+    async def in_turn(self, operation: Operation, deadline: float, seq: int = 0) -> Reply:
+        """Runs `operation` after those before it. Raises Refused, before it has begun, when that comes too late."""
+        async with self._turn:
+            if self.lost:
+                raise self.lost
+            if seq and seq <= self._started:
+                raise Refused(409, "stale_seq", f"wanted a seq above {self._started}, got {seq}")
+            if self.loop.time() > deadline:
+                raise busy("the session was busy until the request's deadline")
+            self._started = max(seq, self._started)
+            return await operation()
+
+    def _remember(self, seq: int, body: bytes) -> None:
+        replies = self._replies
+        replies[seq] = body
+        while len(replies) > _KEPT_REPLIES or (len(replies) > 1 and sum(map(len, replies.values())) > _KEPT_BYTES):
+            del replies[next(iter(replies))]
+
+    async def open(self) -> None:
+        """Builds the session's functions. Raises Refused."""
+        raise NotImplementedError
+
+    async def call(self, head: Reply, body: bytes) -> Reply:
+        """Calls a fixed function; `body` is `head` as it came."""
+        raise NotImplementedError
+
+    def end(self, loss: Refused) -> None:
+        """Ends the session; whoever comes later is told `loss`."""
+        self.lost = self.lost or loss
+
+
+class JailedSession(Session):
+    """Functions, code and files all in one locked child."""
+
+    def __init__(self, identity: str, key: str, spec: tuple[str | None, str], child: Child, memory_bytes: int) -> None:
+        super().__init__(identity, key, spec)
+        self._child = child
+        self._memory_bytes = memory_bytes
+
+    async def _ask(self, kind: bytes, head: bytes, timeout_s: float, blob: bytes = b"") -> tuple[Reply, bytes]:
+        """Returns the child's checked answer, or the epitaph of a program that has ended it. Raises Refused."""
+        try:
+            reply, data = await self._child.ask(kind, head, timeout_s, blob)
+            return _checked(reply, ran=False), data
+        except ValueError:
+            self._child.kill("protocol")
+            death = ChildDied("protocol", None, False)
+        except ChildDied as error:
+            death = error
+        if death.cause in ("closed", "expired"):
+            raise self.lost or _lost("the session was closed", by_program=False)
+        epitaph = _epitaph(death, timeout_s, self._memory_bytes)
+        self.end(_lost(epitaph["error"], by_program=True))
+        return epitaph, b""
+
+    async def open(self) -> None:
+        module, options = self.spec
+        if module is not None:
+            head = f'{{"functions":{json.dumps(module)},"options":{options},"timeout_s":{_START_S}}}'
+            reply, _ = await self._ask(frames.OPEN, head.encode(), _START_S)
+            if reply["outcome"] != "ok":
+                raise Refused(422, "functions_failed", f"{module}.session_functions: {reply['error']}")
+
+    async def call(self, head: Reply, body: bytes) -> Reply:
+        start = self.loop.time()
+        reply, _ = await self._ask(frames.CALL, body, head["timeout_s"])
+        reply["elapsed_s"] = round(self.loop.time() - start, 6)
+        return reply
+
+    async def exec(self, head: Reply, limit: int) -> Reply:
+        """Runs a program in the session's namespace."""
+        try:
+            reply = await execute(self._child, head, limit, self._memory_bytes)
+        except ChildDied:
+            raise self.lost or _lost("the session was closed", by_program=False) from None
+        if reply["session_lost"]:
+            self.end(_lost(reply["error"], by_program=True))
+        return reply
+
+    async def move_file(self, path: str, content: bytes | None, limit: int = wire.FILE_MAX_BYTES) -> bytes:
+        """Writes `content` to `path` or, without any, returns the file's. The child does it: it can reach no other."""
+        head = json.dumps({"path": path, "limit": limit, "timeout_s": _START_S}).encode()
+        kind = frames.READ if content is None else frames.WRITE
+        reply, data = await self._ask(kind, head, _START_S, content or b"")
+        if reply["outcome"] != "ok":
+            missing = reply["error"].startswith("FileNotFoundError")
+            raise Refused(404 if missing else 422, "no_such_file" if missing else "file_refused", reply["error"])
+        return data
+
+    def end(self, loss: Refused) -> None:
+        super().end(loss)
+        self._child.kill("closed")
+
+    @property
+    def dead(self) -> bool:
+        return not self._child.alive
+
+
+class LocalSession(Session):
+    """Fixed functions only, in this process: they are the operator's, the model brings the arguments."""
+
+    threads = ThreadPoolExecutor(8, thread_name_prefix="functions")
+
+    async def _run(self, timeout_s: float, work: Callable[[], Any]) -> Reply:
+        future = self.loop.run_in_executor(self.threads, work)
+        await asyncio.wait([future], timeout=timeout_s)
+        if not future.done():  # a thread cannot be stopped: it keeps its place, the session does not
+            error = f"did not return within {timeout_s:g} s"
+            self.end(_lost(error, by_program=True))
+            return {"outcome": "program_timeout", "value": None, "error": error, "session_lost": True}
+        problem = future.exception()
+        if problem is None:
+            return {"outcome": "ok", "value": future.result(), "error": None, "session_lost": False}
+        outcome = "program_oom" if isinstance(problem, MemoryError) else "program_error"
+        text = f"{type(problem).__name__}: {problem}"[: frames.TEXT_MAX]
+        return {"outcome": outcome, "value": None, "error": text, "session_lost": False}
+
+    async def open(self) -> None:
+        module, options = self.spec
+        self._functions: dict[str, Callable[..., Any]] = {}
+        if module is not None:
+            reply = await self._run(_START_S, lambda: sys.modules[module].session_functions(json.loads(options)))
+            if reply["outcome"] != "ok":
+                raise Refused(422, "functions_failed", f"{module}.session_functions: {reply['error']}")
+            self._functions = dict(reply["value"])
+
+    async def call(self, head: Reply, body: bytes) -> Reply:
+        start = self.loop.time()
+        function = self._functions.get(head["name"])
+        if function is None:
+            error = f"no function named {head['name']!r}; this session has: {', '.join(self._functions) or 'none'}"
+            reply: Reply = {"outcome": "denied", "value": None, "error": error, "session_lost": False}
+        else:
+            reply = await self._run(head["timeout_s"], lambda: function(**head["arguments"]))
+            try:
+                wire.encode(reply)
+            except (TypeError, ValueError, RecursionError) as problem:
+                reply |= {"outcome": "program_error", "value": None, "error": f"{type(problem).__name__}: {problem}"}
+        reply["elapsed_s"] = round(self.loop.time() - start, 6)
+        return reply
+
+
+class Sessions:
+    """The table of sessions, and the memory of those that are gone."""
+
+    def __init__(self, pool: Pool | None, functions: Sequence[str], cap: int, idle_s: float, life_s: float) -> None:
+        self._pool = pool
+        self._functions = frozenset(functions)
+        self._cap, self._idle_s, self._life_s = cap, idle_s, life_s
+        self._live: dict[str, Session] = {}
+        self._keys: dict[str, asyncio.Future[Session]] = {}
+        self._losses: OrderedDict[str, Refused] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    async def open(self, key: str, functions: str | None, options: dict[str, Any]) -> Session:
+        """Returns the session of `key`, made now or earlier. Raises Refused."""
+        if functions is not None and functions not in self._functions:
+            known = ", ".join(sorted(self._functions)) or "none"
+            raise Refused(422, "unknown_functions", f"no functions module {functions!r}; the operator registered: {known}")
+        spec = functions, json.dumps(options, sort_keys=True)
+        made = self._keys.get(key)
+        if made and made.done() and made.result().lost:
+            self.close(made.result().identity)
+            made = None
+        if made is None:
+            if len(self._keys) >= self._cap:
+                self.sweep(patience_s=0.0)
+            if len(self._keys) >= self._cap:
+                raise busy(f"{self._cap} sessions are open")
+            session = await self._make(key, spec)
+        else:
+            session = await asyncio.shield(made)
+        if session.spec != spec:
+            raise Refused(409, "key_conflict", f"session {key!r} was opened with other functions or options")
+        return session
+
+    async def _make(self, key: str, spec: tuple[str | None, str]) -> Session:
+        made = self._keys[key] = asyncio.get_running_loop().create_future()
+        session: Session | None = None
+        try:
+            identity = secrets.token_urlsafe(12)
+            if self._pool:
+                child = await self._pool.take()
+                session = JailedSession(identity, key, spec, child, self._pool.memory_bytes)
+            else:
+                session = LocalSession(identity, key, spec)
+            await session.open()
+            self._live[identity] = session
+            made.set_result(session)
+            return session
+        except ChildDied as death:
+            raise Refused(503, "no_child", f"no child could be started ({death.cause})", retry_after_s=1) from None
+        finally:
+            if not made.done():  # whoever waits for the same key tries again
+                made.set_exception(busy("the session could not be opened by an earlier request"))
+                made.exception()
+                del self._keys[key]
+                if session:
+                    session.end(_lost("it was never opened", by_program=False))
+
+    def find(self, identity: str) -> Session:
+        """Returns the live session. Raises Refused, with the reason where it is remembered."""
+        session = self._live.get(identity)
+        if session is None:
+            raise self._losses.get(identity) or _lost("no such session: it expired long ago or never was", False)
+        return session
+
+    def close(self, identity: str, loss: Refused | None = None) -> None:
+        """Ends a session and forgets its key. Unknown ones are closed already."""
+        session = self._live.pop(identity, None)
+        if session:
+            del self._keys[session.key]
+            session.end(loss or _lost("the session was closed", by_program=False))
+            self._losses[identity] = session.lost or _lost("the session was closed", by_program=False)
+            while len(self._losses) > _KEPT_LOSSES:
+                self._losses.popitem(last=False)
+
+    def sweep(self, patience_s: float = _LOST_KEPT_S) -> None:
+        """Drops sessions past their time, and after `patience_s` those whose program has ended them."""
+        now = asyncio.get_running_loop().time()
+        for session in list(self._live.values()):
+            if session.lost:
+                if session.idle and now - session.used >= patience_s:
+                    self.close(session.identity)
+            elif isinstance(session, JailedSession) and session.dead and session.idle:
+                self.close(session.identity, _lost("the program ended it between two operations", by_program=True))
+            elif now - session.born > self._life_s:
+                self.close(session.identity, _lost(f"it was open for {self._life_s:g} s, the longest allowed", False))
+            elif session.idle and now - session.used > self._idle_s:
+                self.close(session.identity, _lost(f"it was idle for {self._idle_s:g} s", by_program=False))
+
+
+class Runs:
+    """Replies of stateless runs by the key that the client gave, so that a repeated request is not run again."""
+
+    def __init__(self) -> None:
+        self._replies: OrderedDict[str, asyncio.Future[bytes]] = OrderedDict()
+
+    async def once(self, key: str | None, run: Callable[[], Awaitable[bytes]]) -> bytes:
+        """Returns the reply of `run`, or of an earlier run under the same key. Raises Refused."""
+        if key is None:
+            return await run()
+        known = self._replies.get(key)
+        if known is None:
+            known = self._replies[key] = asyncio.ensure_future(run())
+            known.add_done_callback(lambda done: self._done(key, done))
+        return await asyncio.shield(known)
+
+    def _done(self, key: str, done: "asyncio.Future[bytes]") -> None:
+        if done.cancelled() or done.exception():
+            self._replies.pop(key, None)  # it was refused, not run
+        kept = [reply for reply in self._replies.items() if reply[1].done()]
+        while len(kept) > _KEPT_RUNS or sum(len(reply.result()) for _, reply in kept) > _KEPT_RUN_BYTES:
+            self._replies.pop(kept.pop(0)[0])

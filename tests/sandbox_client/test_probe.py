@@ -1,0 +1,243 @@
+"""Hostile programs against the real server over HTTP, as root and as an ordinary user.
+
+Where the machine gives no level these tests assert that programs are refused; they never pass by not trying.
+"""
+
+import contextlib
+import json
+import os
+import socket
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import Start, ask
+from launching import IS_ROOT, Running, descendants, environment, processes_with
+
+from sandbox_client import CodeRefused, ExecResult, Outcome, RequestRefused, SandboxClient, SessionLost
+from sandbox_client.groups import Limits
+from sandbox_client.probe import ATTACKS, Attack
+
+pytestmark = pytest.mark.attack
+JUDGED_OUTSIDE = ("endless output", "deaf to its deadline", "leftovers", "survivor")
+
+
+@contextlib.contextmanager
+def bait(running: Running, place: Path) -> Iterator[dict[str, Any]]:
+    """Sets out what the payloads look for, the server's own secrets among it."""
+    secret = place / "secret"
+    secret.write_text("world-readable, and still none of a program's business")
+    secret.chmod(0o644)
+    abstract = f"\0sandbox-test-{os.getpid()}"
+    with socket.create_server(("127.0.0.1", 0)) as tcp, socket.socket(socket.AF_UNIX) as unix:
+        unix.bind(abstract)
+        unix.listen()
+        limits = Limits()
+        yield {
+            "secret": str(secret),
+            "place": str(place),
+            "canary": environment()["SERVER_SECRET"],
+            "tcp": tcp.getsockname()[1],
+            "abstract": abstract,
+            "pids": descendants(running.process.pid),
+            "processes": limits.processes,
+            "memory_mb": limits.memory_bytes >> 20,
+            "disk_bytes": limits.disk_bytes,
+            "inodes": limits.inodes,
+        }
+
+
+async def strike(client: SandboxClient, attack: Attack, facts: dict[str, Any]) -> ExecResult:
+    session = await client.open_session(f"attack-{time.monotonic_ns()}")
+    async with session:
+        code = f"import json\nP = json.loads({json.dumps(facts)!r})\n{attack.code}"
+        return await session.exec(code, timeout_s=attack.timeout_s)
+
+
+def refused_or(running: Running, questions: Callable[[SandboxClient], Awaitable[Any]]) -> Any:
+    """Runs `questions`; on a machine without a level asserts instead that they are refused, with reason and remedy."""
+    if running.ready["code"]:
+        return ask(running, questions)
+    with pytest.raises(CodeRefused) as refusal:
+        ask(running, lambda client: client.run_code("print(1)"))
+    assert refusal.value.message
+    assert refusal.value.remedy
+    return None
+
+
+@pytest.mark.parametrize("attack", [a for a in ATTACKS if a.name not in JUDGED_OUTSIDE], ids=lambda a: a.name)
+def test_the_attack_is_stopped(jailed: Running, attack: Attack, place: Path) -> None:
+    place.chmod(0o755)
+    if jailed.ready["code"] and attack.level > jailed.ready["level"]:
+        assert any("total memory" in lack for lack in jailed.ready["missing"])  # said, not hidden
+        return
+    with bait(jailed, place) as facts:
+        for secret in (facts["secret"], jailed.token_file):
+            facts["secret"] = secret
+            result = refused_or(jailed, lambda client: strike(client, attack, facts))
+            if result is None:
+                return
+            assert result.session_lost or (result.error, result.value) == (None, "''"), result
+            if attack.name != "host files":
+                break
+
+
+def test_a_program_deaf_to_its_deadline_is_killed_within_a_second(jailed: Running) -> None:
+    attack = next(attack for attack in ATTACKS if attack.name == "deaf to its deadline")
+    start = time.monotonic()
+    result = refused_or(jailed, lambda client: strike(client, attack, {}))
+    if result:
+        assert (result.outcome, result.session_lost) == (Outcome.PROGRAM_TIMEOUT, True)
+        assert time.monotonic() - start < attack.timeout_s + 1.6
+
+
+@pytest.mark.parametrize("language", ["python", "bash"])
+def test_a_flood_of_output_is_cut_and_counted(jailed: Running, language: str) -> None:
+    code = {"python": "import os\nwhile True: os.write(1, b'x' * 65536)", "bash": "yes"}[language]
+    result = refused_or(jailed, lambda client: client.run_code(code, language, timeout_s=0.3))
+    if result:
+        assert result.outcome is Outcome.PROGRAM_TIMEOUT
+        assert result.output_truncated
+        assert len(result.stdout) < 1 << 21
+        assert f"[... {result.dropped_bytes} bytes dropped ...]" in result.stdout
+
+
+def test_the_next_session_finds_nothing_of_the_last(jailed: Running) -> None:
+    attack = next(attack for attack in ATTACKS if attack.name == "leftovers")
+
+    async def twice(client: SandboxClient) -> list[ExecResult]:
+        return [await strike(client, attack, {}) for _ in range(12)]  # more than are warm: slots come round again
+
+    for result in refused_or(jailed, twice) or ():
+        assert (result.outcome, result.value) == (Outcome.OK, "''")
+
+
+@pytest.mark.parametrize("how", ["setsid sleep {} & disown", "(trap '' TERM HUP INT; nohup sleep {} & ) ", "sleep {} &"])
+def test_a_background_process_dies_with_its_session(jailed: Running, how: str) -> None:
+    mark = f"{time.monotonic_ns() % 10**9 + 10**6}.25"
+
+    async def leave_one(client: SandboxClient) -> int:
+        async with await client.open_session(f"survivor-{mark}") as session:
+            result = await session.exec(how.format(mark), "bash")
+            assert result.outcome is Outcome.OK, result
+            deadline = time.monotonic() + 5
+            alive: list[int] = []
+            while not alive and time.monotonic() < deadline:
+                alive = processes_with(mark)
+            return len(alive)
+
+    alive = refused_or(jailed, leave_one)
+    if alive is not None:
+        assert alive >= 1  # or the test would prove nothing
+        deadline = time.monotonic() + 5
+        while processes_with(mark):
+            assert time.monotonic() < deadline, "a background process has survived its session"
+
+
+def test_neighbours_are_out_of_sight_and_reach(jailed: Running, place: Path) -> None:
+    attack = next(attack for attack in ATTACKS if attack.name == "neighbours")
+
+    async def side_by_side(client: SandboxClient) -> ExecResult:
+        async with await client.open_session("victim") as victim:
+            await victim.exec("sleep 30 &", "bash")
+            with bait(jailed, place) as facts:  # every process of the server, the victim's among them
+                result = await strike(client, attack, facts)
+            assert (await victim.exec("1 + 1")).value == "2"
+            return result
+
+    result = refused_or(jailed, side_by_side)
+    assert result is None or (result.error, result.value) == (None, "''")
+
+
+def test_the_file_door_leads_nowhere_that_the_program_could_not_go(jailed: Running) -> None:
+    async def climb(client: SandboxClient) -> None:
+        async with await client.open_session("climber") as session:
+            await session.exec("import os; os.symlink('/etc/shadow', 'link'); os.symlink('/usr', 'out')")
+            for path in ("../../../../evil", "/usr/evil", "out/evil", "/etc/passwd"):
+                with pytest.raises(RequestRefused):
+                    await session.write_file(path, b"evil")
+            for path in ("link", "/etc/shadow", jailed.token_file, f"../../../../..{jailed.token_file}", "/dev"):
+                with pytest.raises(RequestRefused):
+                    await session.read_file(path)
+
+    refused_or(jailed, climb)
+
+
+@pytest.mark.parametrize(
+    "forgery",
+    [
+        "import os; os.write(3, b'nonsense of some length')",
+        "import os, struct; os.write(3, struct.pack('!cII', b'r', 2, 0) + b'{}')",
+        'import os, struct; t = b\'{"outcome":"ok","error":null,"exit_code":0,"value":NaN}\'; '
+        "os.write(3, struct.pack('!cII', b'r', len(t), 0) + t)",
+        "import os, struct; t = b'[' * 90000; os.write(3, struct.pack('!cII', b'r', len(t), 0) + t)",
+        "import os, struct; os.write(3, struct.pack('!cII', b'r', 0xFFFFFFFF, 0xFFFFFFFF))",
+        "import os; os.close(3)",
+        "import os; os._exit(7)",
+        "import ctypes; ctypes.string_at(0)",
+        "import os; os.abort()",
+    ],
+)
+def test_a_forged_or_broken_line_to_the_server_costs_only_the_forger(jailed: Running, forgery: str) -> None:
+    async def forge(client: SandboxClient) -> None:
+        async with await client.open_session("honest", "counting") as honest:
+            async with await client.open_session(f"forger-{time.monotonic_ns()}") as forger:
+                result = await forger.exec(forgery)
+                assert result.outcome is Outcome.PROGRAM_ERROR  # the program's doing: it is not masked
+                assert result.session_lost
+                with pytest.raises(SessionLost) as lost:
+                    await forger.exec("1")
+                assert lost.value.caused_by_program
+            assert (await honest.call("add", {"amount": 2})).outcome is Outcome.OK
+
+    refused_or(jailed, forge)
+
+
+def test_a_copy_of_the_program_does_not_answer_in_its_place(jailed: Running) -> None:
+    async def fork(client: SandboxClient) -> None:
+        async with await client.open_session("forker") as session:
+            code = "import os, sys\npid = os.fork()\nprint('child' if pid == 0 else 'parent', flush=True)\n"
+            code += "if pid == 0: sys.exit(5)"
+            result = await session.exec(f"{code}\nos.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])")
+            assert (result.value, sorted(result.stdout.split())) == ("5", ["child", "parent"])
+            assert (await session.exec("6 * 7")).value == "42"
+
+    refused_or(jailed, fork)
+
+
+def test_a_fork_bomb_leaves_the_neighbour_working(jailed: Running) -> None:
+    async def bomb(client: SandboxClient) -> None:
+        async with await client.open_session("calm") as calm, await client.open_session("bomber") as bomber:
+            result = await bomber.exec(":(){ :|:& };:; while true; do sleep 1; done", "bash", timeout_s=0.5)
+            assert result.outcome is not Outcome.OK
+            assert (await calm.exec("print('calm')", "python")).stdout == "calm\n"
+
+    refused_or(jailed, bomb)
+
+
+def test_the_payloads_do_get_through_where_nothing_is_locked(start: Start, place: Path) -> None:
+    """Otherwise a payload that is itself broken would count as an attack stopped."""
+    if not IS_ROOT:
+        pytest.skip("needs root to make a host where every lock is denied to an ordinary user")
+    place.chmod(0o755)
+    running = start("--i-understand-unsandboxed", "--min-isolation=L3", user="ordinary", lock="nothing")
+    assert (running.ready["level"], running.ready["code"]) == ("L0", True)
+    harmless_here = ("memory of one process", "host files", "network", "proc and sys", "privileges")
+    with bait(running, place) as facts:
+        for attack in ATTACKS:
+            if attack.name in harmless_here:
+                result = ask(running, lambda client, attack=attack: strike(client, attack, facts))
+                assert result.value not in (None, "''"), f"{attack.name} reached nothing on an open host: {result}"
+
+
+@pytest.mark.skipif(not IS_ROOT, reason="a memory cgroup is root's to make")
+def test_a_session_killed_for_memory_is_called_so(start: Start) -> None:
+    running = start("--functions=counting", "--code=auto", "--memory-mb=80", user="root")
+    if running.ready["level"] != "L3":
+        pytest.skip(f"no memory cgroup here: {running.ready['level']}")
+    code = "for name in 'ab':\n    open(name, 'wb').write(bytes(60 << 20))"  # files count: they are held in memory
+    result = ask(running, lambda client: client.run_code(code))
+    assert (result.outcome, result.exit_code) == (Outcome.PROGRAM_OOM, -9)
+    assert result.error == "killed for using more than 80 MiB"

@@ -1,0 +1,258 @@
+"""The command: what it refuses and why, how it starts and stops, and that it leaves nothing behind."""
+
+import asyncio
+import json
+import os
+import socket
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import Start, ask
+from launching import IS_ROOT, Running, command, descendants, environment, processes_with, refused, serving
+
+from sandbox_client import CodeRefused, Outcome, SandboxClient
+
+
+def test_functions_only_refuses_code_with_reason_and_remedy_and_still_serves(start: Start) -> None:
+    running = start("--functions=counting", "--code=auto", user="ordinary", lock="nothing")
+    assert (running.ready["level"], running.ready["code"]) == ("L0", False)
+    assert "namespaces are denied" in running.ready["reason"]
+
+    async def serve(client: SandboxClient) -> None:
+        ready = await client.ready()
+        assert (ready.code, ready.functions) == (False, ("counting",))
+        async with await client.open_session("functions", "counting", {"start": 1}) as session:
+            assert (await session.call("add", {"amount": 2})).value == 3
+            refusals = (session.exec("1"), session.write_file("a", b""), session.read_file("a"), client.run_code("1"))
+            for attempt in refusals:
+                with pytest.raises(CodeRefused) as refusal:
+                    await attempt
+                assert "wanted isolation L2 or better" in refusal.value.message
+                assert "seccomp=unconfined" in (refusal.value.remedy or "")
+            assert (await session.call("sleep", {"seconds": 9}, timeout_s=0.1)).outcome is Outcome.PROGRAM_TIMEOUT
+
+    ask(running, serve)
+
+
+def test_a_host_below_the_wanted_level_refuses_to_start_with_reason_and_remedy(place: Path) -> None:
+    code, said = refused(place, user="ordinary", lock="nothing")
+    assert code == 2
+    assert said.startswith("sandbox-server: wanted isolation L2 or better; L3: ")
+    assert "L2: namespaces are denied" in said
+    assert "seccomp=unconfined" in said
+    assert "--code=auto" in said
+
+
+def test_a_host_without_namespaces_gives_l1_when_it_is_asked_for(start: Start) -> None:
+    flags = ("--min-isolation=L1", "--code=auto", "--functions=counting")
+    running = start(*flags, user="ordinary", lock="no namespaces")
+    if running.ready["level"] != "L1":
+        pytest.skip(f"no Landlock here: {running.ready['reason']}")
+    assert any("disk quota" in lack for lack in running.ready["missing"])
+
+    async def use(client: SandboxClient) -> None:
+        async with await client.open_session("first", "counting") as session:
+            assert (await session.exec("open('a', 'w').write('b'); 2 * 21")).value == "42"
+            assert (await session.exec("cat a; mkdir locked; chmod 000 locked", "bash")).stdout == "b"
+            assert (await session.exec("open('../../../evil', 'w')")).error.startswith("PermissionError")
+            assert (await session.exec("import socket; socket.socket()")).error.startswith("PermissionError")
+            assert (await session.call("add", {})).value == 1
+            late = await session.exec("sleep 60 & sleep 60", "bash", timeout_s=0.2)
+            assert late.outcome is Outcome.PROGRAM_TIMEOUT
+        async with await client.open_session("second") as session:
+            assert (await session.exec("__import__('os').listdir()")).value == "[]"
+
+    ask(running, use)
+
+
+@pytest.mark.skipif(not IS_ROOT, reason="root alone is refused")
+def test_root_and_open_addresses_never_run_code_unsandboxed(place: Path) -> None:
+    code, said = refused(place, "--i-understand-unsandboxed")
+    assert (code, "ordinary user on a loopback address" in said) == (2, True)
+    code, said = refused(place, "--host=0.0.0.0")
+    assert (code, "not loopback" in said) == (2, True)
+
+
+def test_the_server_runs_fixed_functions_on_a_platform_without_linux_calls(place: Path) -> None:
+    pretend = "import os, sys, runpy; sys.platform = 'darwin'; sys.modules['resource'] = sys.modules['ctypes'] = None; "
+    pretend += "del os.geteuid, os.posix_spawn; "
+    pretend += "runpy.run_module('sandbox_client.server', run_name='__main__')"
+    words = [
+        sys.executable,
+        "-c",
+        pretend,
+        "--port=0",
+        f"--token-file={place}/token",
+        "--code=auto",
+        "--functions=counting",
+    ]
+    process = subprocess.Popen(words, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    ready = json.loads(process.stdout.readline())
+    assert "local isolation needs Linux" in ready["reason"]
+    assert "Linux container" in ready["remedy"]
+    running = Running(process, ready, (place / "token").read_text().strip())
+
+    async def call(client: SandboxClient) -> Any:
+        async with await client.open_session("mac", "counting") as session:
+            return (await session.call("add", {"amount": 4})).value
+
+    assert ask(running, call) == 4
+    process.terminate()
+    assert process.communicate(timeout=10)[1] == ""
+
+
+def test_a_port_in_use_is_one_clear_sentence_and_code_2(place: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        words = command(f"--port={port}", f"--token-file={place}/token", "--code=off")
+        done = subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=20, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.splitlines() == [
+        f"sandbox-server: cannot listen on 127.0.0.1:{port} (Address already in use): stop what uses the port or give --port=0"
+    ]
+
+
+def test_the_token_is_made_private_kept_and_refused_when_others_could_read_it(place: Path) -> None:
+    with serving(place, "--code=off") as running:
+        assert stat.S_IMODE((place / "token").stat().st_mode) == 0o600
+        assert len(running.token) == 64
+        token = running.token
+    with serving(place, "--code=off") as running:
+        assert running.token == token
+    (place / "token").chmod(0o644)
+    code, said = refused(place, "--code=off")
+    assert code == 2
+    assert "mode 0600" in said
+
+
+def test_a_functions_module_that_is_none_stops_the_start(place: Path) -> None:
+    for module, word in (("no_such_module_here", "No module named"), ("json", "no function session_functions")):
+        for mode in ("off", "auto"):
+            code, said = refused(place, f"--functions={module}", f"--code={mode}")
+            assert code == 2
+            assert f"wanted functions module {module}" in said
+            assert word in said
+
+
+def _descriptors(pid: int) -> int:
+    return len(list(Path(f"/proc/{pid}/fd").iterdir()))
+
+
+def _mounts() -> int:
+    return len(Path("/proc/self/mounts").read_text().splitlines())
+
+
+def _groups_of(family: list[int]) -> list[str]:
+    """Returns the cgroups that bear the number of one of these processes, as the supervisor's does."""
+    wanted = {f"sandbox-{member}" for member in family}
+    return [name for _, names, _ in os.walk("/sys/fs/cgroup") for name in names if name in wanted]
+
+
+def test_two_hundred_sessions_leave_nothing_behind(place: Path) -> None:
+    mounts = _mounts()
+    with serving(place, "--functions=counting", "--code=auto", user="root" if IS_ROOT else "ordinary") as running:
+        pid = running.ready["pid"]
+
+        async def use(client: SandboxClient, number: int) -> None:
+            async with await client.open_session(f"use-{number}", "counting") as session:
+                if running.ready["code"]:
+                    await session.exec("import os\nif os.fork() == 0:\n    import time; time.sleep(60)")
+                await session.call("add", {})
+
+        async def wave(client: SandboxClient) -> None:
+            await asyncio.gather(*(use(client, number) for number in range(50)))
+
+        ask(running, wave)
+        deadline = time.monotonic() + 10
+        while len(descendants(pid)) > 12:  # the zygote, its supervisor and the warm children
+            assert time.monotonic() < deadline
+        processes, descriptors = len(descendants(pid)), _descriptors(pid)
+        for _ in range(3):
+            ask(running, wave)
+        while len(descendants(pid)) > processes or _descriptors(pid) > descriptors:
+            assert time.monotonic() < deadline, (len(descendants(pid)), processes, _descriptors(pid), descriptors)
+        family = descendants(pid)
+        assert bool(_groups_of(family)) == (running.ready["level"] == "L3")
+        os.kill(pid, 15)
+        assert running.process.wait(10) == 0
+    assert not [member for member in family if Path(f"/proc/{member}").exists()]
+    assert not _groups_of(family)
+    assert _mounts() == mounts
+
+
+def test_sigkill_of_the_server_takes_every_program_with_it(place: Path) -> None:
+    user = "root" if IS_ROOT else "ordinary"
+    with serving(place, "--code=auto", user=user) as running:
+        if not running.ready["code"]:
+            pytest.skip("no jail here")
+        mark = f"{time.monotonic_ns() % 10**9 + 10**6}.75"
+
+        async def start_one(client: SandboxClient) -> None:
+            session = await client.open_session("orphan")
+            await session.exec(f"setsid sleep {mark} &", "bash")
+
+        ask(running, start_one)
+
+        deadline = time.monotonic() + 10
+        while not processes_with(mark):
+            assert time.monotonic() < deadline
+        os.kill(running.ready["pid"], 9)
+        while processes_with(mark):
+            assert time.monotonic() < deadline, "a program has outlived its server"
+        running.process.wait(10)
+
+
+def test_a_server_that_has_lost_its_zygote_ends_and_says_so(place: Path) -> None:
+    with serving(place, "--code=auto", user="root" if IS_ROOT else "ordinary", code=3) as running:
+        if not running.ready["code"]:
+            pytest.skip("no jail here")
+        family = descendants(running.ready["pid"])
+        zygote = next(pid for pid in family[1:] if len(descendants(pid)) > 4)
+        for child in descendants(zygote):
+            if len(descendants(child)) > 4:
+                zygote = child  # below the supervisor
+        os.kill(zygote, 9)
+        running.process.wait(10)
+        assert "has died; start the server again" in (place / "log").read_text()
+        deadline = time.monotonic() + 5
+        while any(Path(f"/proc/{member}").exists() for member in family):
+            assert time.monotonic() < deadline, "a program has outlived the zygote"
+
+
+@pytest.mark.skipif(not IS_ROOT, reason="only root has something to drop")
+def test_root_is_dropped_and_the_environment_of_the_children_scrubbed(start: Start) -> None:
+    running = start("--functions=counting", "--code=auto", user="root")
+    status = Path(f"/proc/{running.ready['pid']}/status").read_text()
+    assert "Uid:\t64001\t64001\t64001\t64001" in status
+    assert "CapEff:\t0000000000000000" in status
+    assert "NoNewPrivs:\t1" in status
+    if running.ready["code"]:
+        names = ask(running, lambda client: client.run_code("import os; print(*sorted(os.environ))")).stdout.split()
+        assert "SERVER_SECRET" not in names
+        assert set(names) <= {
+            "PATH",
+            "HOME",
+            "TMPDIR",
+            "LANG",
+            "OMP_NUM_THREADS",
+            "OPENBLAS_NUM_THREADS",
+            "MALLOC_ARENA_MAX",
+        }
+
+
+def test_the_self_test_prints_a_table_and_judges() -> None:
+    user = "root" if IS_ROOT else "ordinary"
+    words = command("--self-test", user=user)
+    done = subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=60, check=False)
+    if done.returncode == 0:
+        assert "GOT THROUGH" not in done.stdout
+        assert "fork bomb" in done.stdout
+        assert done.stdout.count("stopped") >= 15
+    else:
+        assert "no level: programs are refused" in done.stdout
