@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import threading
 from collections.abc import Callable
@@ -17,7 +16,7 @@ from ml_collections import ConfigDict
 from jaxagent import config as configs
 from jaxagent.agent import Agent, Limits
 from jaxagent.algos.table import Algorithm, choose
-from jaxagent.chat.plain import PlainTemplate, is_plain
+from jaxagent.chat.family import template_of
 from jaxagent.chat.template import Template
 from jaxagent.checkpoint import Checkpoints
 from jaxagent.engine.engine import Engine, EngineOptions
@@ -169,6 +168,8 @@ def restore_weights(parts: Parts, workdir: Path, keep: int) -> int:
 
 def start_policy(config: ConfigDict) -> tuple[Template, DecoderConfig, Decoder]:
     """The policy to start from: the checkpoint of `init_from` with its own chat template, or a small one from scratch."""
+    if config.init_from:
+        hf.read_config(config.init_from)  # its complaint about a missing checkpoint comes before the tokenizer's
     template = template_of(config.init_from)
     if config.init_from:
         policy = hf.load(config.init_from)
@@ -180,16 +181,3 @@ def start_policy(config: ConfigDict) -> tuple[Template, DecoderConfig, Decoder]:
         return template, policy.config, policy
     decoder = DecoderConfig(vocab_size=template.vocab_size, qk_norm=True, **config.model)
     return template, decoder, Decoder(decoder, nnx.Rngs(config.seed))
-
-
-def template_of(checkpoint: str) -> Template:
-    """The chat template of a checkpoint directory; the plain byte-level one where it is empty or says so."""
-    if not checkpoint:
-        return PlainTemplate()
-    hf.read_config(checkpoint)
-    if not (Path(checkpoint) / "tokenizer_config.json").is_file():
-        raise ValueError(f"{checkpoint}: a tokenizer is wanted beside the weights, tokenizer_config.json is missing")
-    if is_plain(Path(checkpoint)):
-        return PlainTemplate()
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it regrets at import that torch is not there
-    return importlib.import_module("jaxagent.chat.chatml").ChatMLTemplate.load(checkpoint)

@@ -9,12 +9,13 @@ import jax
 from flax import nnx
 
 from jaxagent import config as configs
+from jaxagent.chat.family import template_of
 from jaxagent.chat.plain import tokenizer_files
 from jaxagent.checkpoint import Checkpoints
 from jaxagent.engine.engine import Engine, EngineOptions
 from jaxagent.models import hf
 from jaxagent.models.transformer import params_of
-from jaxagent.parts import start_policy, template_of
+from jaxagent.parts import start_policy
 from jaxagent.sharding import DeviceMesh
 from jaxagent.types import Message, SampleRequest, Sampling, sampling_key
 
@@ -40,8 +41,8 @@ def export(workdir: str, to: str, dtype: str) -> int:
 
 def generate(checkpoint: str, prompt: str, temperature: float, max_tokens: int) -> int:
     """The command `jaxagent generate`: prints one sampled turn of a checkpoint."""
-    template = template_of(checkpoint)
     policy = hf.load(checkpoint)
+    template = template_of(checkpoint)
     ids = template.prompt([Message("user", prompt)], ())
     length = -(-(len(ids) + max_tokens) // 128) * 128
     options = EngineOptions(slots=1, slot_tokens=length, decode_tokens=16, append_rows=1, append_tokens=(64,))

@@ -32,19 +32,52 @@ def group_queries(q_BTNH: Float[Array, "B T N H"], kv_heads: int) -> Float[Array
     return scaled.transpose(0, 2, 1, 3, 4)
 
 
+@jax.custom_vjp
 def attend_masked(
     q_BTNH: Float[Array, "B T N H"],
     k_BSKH: Float[Array, "B S K H"],
     v_BSKH: Float[Array, "B S K H"],
     mask_BTS: Bool[Array, "B T S"],
 ) -> Float[Array, "B T N H"]:
-    """Softmax attention over the keys that the mask allows; scores and softmax in float32."""
-    q = group_queries(q_BTNH, k_BSKH.shape[2])
-    scores = dot("BKTQH,BSKH->BKTQS", q, k_BSKH)
-    scores = jnp.where(mask_BTS[:, None, :, None], scores, NEGATIVE)
-    weights = jax.nn.softmax(scores, axis=-1).astype(v_BSKH.dtype)
-    out = dot("BKTQS,BSKH->BTKQH", weights, v_BSKH)
-    return out.reshape(q_BTNH.shape).astype(q_BTNH.dtype)
+    """Softmax attention over the keys that the mask allows; scores and softmax in float32.
+
+    The backward pass computes the scores again from the saved log-sum-exp: storing them for every layer costs more (Dao et
+    al. 2022, section 3.1, without the tiling).
+    """
+    return _attend_forward(q_BTNH, k_BSKH, v_BSKH, mask_BTS)[0]
+
+
+def _scores(q_BKTQH: Array, k_BSKH: Array, mask_BTS: Array) -> Float[Array, "B K T Q S"]:
+    return jnp.where(mask_BTS[:, None, :, None], dot("BKTQH,BSKH->BKTQS", q_BKTQH, k_BSKH), NEGATIVE)
+
+
+def _attend_forward(q: Array, k: Array, v: Array, mask: Array) -> tuple[Array, tuple[Array, ...]]:
+    scores = _scores(group_queries(q, k.shape[2]), k, mask)
+    top = scores.max(-1, keepdims=True)
+    weights = jnp.exp(scores - top)
+    total = weights.sum(-1, keepdims=True)
+    out = dot("BKTQS,BSKH->BKTQH", weights.astype(v.dtype), v) / total
+    out = out.transpose(0, 2, 1, 3, 4).reshape(q.shape).astype(q.dtype)
+    return out, (q, k, v, mask, out, top + jnp.log(total))
+
+
+def _attend_backward(saved: tuple[Array, ...], d_out: Array) -> tuple[Array, Array, Array, None]:
+    q, k, v, mask, out, lse = saved
+    scale, kv_heads = q.shape[-1] ** -0.5, k.shape[2]
+    split = (*q.shape[:2], kv_heads, q.shape[2] // kv_heads, q.shape[3])
+    d_out_g, out_g = (x.reshape(split).transpose(0, 2, 1, 3, 4) for x in (d_out, out))
+    q_g = group_queries(q, kv_heads)
+    weights = jnp.exp(_scores(q_g, k, mask) - lse)
+    d_weights = dot("BKTQH,BSKH->BKTQS", d_out_g, v)
+    shift = jnp.sum((d_out_g * out_g).astype(jnp.float32), -1, keepdims=True)
+    d_scores = (weights * (d_weights - shift)).astype(q.dtype)
+    d_v = dot("BKTQS,BKTQH->BSKH", weights.astype(v.dtype), d_out_g)
+    d_k = dot("BKTQS,BKTQH->BSKH", d_scores, q_g)
+    d_q = dot("BKTQS,BSKH->BTKQH", d_scores, k).reshape(q.shape) * scale
+    return d_q.astype(q.dtype), d_k.astype(k.dtype), d_v.astype(v.dtype), None
+
+
+attend_masked.defvjp(_attend_forward, _attend_backward)
 
 
 def packed(segment_BT: Int[Array, "B T"]) -> Attend:
@@ -54,8 +87,7 @@ def packed(segment_BT: Int[Array, "B T"]) -> Attend:
     mask_BTT = (segment_BT[:, :, None] == segment_BT[:, None, :]) & causal
 
     def attend(q: Array, k: Array, v: Array, cache: None) -> tuple[Array, None]:
-        # The backward pass recomputes the scores: storing them for every layer costs more than computing them again.
-        return jax.checkpoint(attend_masked)(q, k, v, mask_BTT), cache
+        return attend_masked(q, k, v, mask_BTT), cache
 
     return attend
 
