@@ -1,4 +1,4 @@
-"""`make maze`: a tiny policy learns to read door signs on maps it has never seen; the smoke test of the whole chain."""
+"""`make maze`: a tiny policy learns to search mazes it has never seen; the smoke test of the whole chain."""
 
 from base import get_config as base
 from ml_collections import ConfigDict
@@ -8,7 +8,7 @@ def get_config(arg: str = "") -> ConfigDict:
     """Args: arg: "runlocal" gives a run of seconds that touches every part."""
     c = base()
     c.env.name = "maze"
-    c.env.options = ConfigDict({"rooms": 16, "distance": (5, 8)})
+    c.env.options = ConfigDict({"rooms": 18, "distance": (8, 9)})
 
     c.model.width, c.model.layers, c.model.heads, c.model.ffn_width = 64, 2, 2, 128
     c.model.tied_head = False
@@ -34,9 +34,11 @@ def get_config(arg: str = "") -> ConfigDict:
     c.train.minibatches = 2
     c.feed.prompts = 8
     c.feed.rollouts = 8
-    c.warmup.steps = 60
-    c.warmup.demos = 960
+    c.warmup.steps = 250
+    c.warmup.demos = 250 * 16  # each is seen about once
     c.warmup.batch = 16
+    c.warmup_optimizer.lr = 5e-3
+    c.warmup_optimizer.warmup_steps = 20
     c.evaluate.every = 10
 
     if arg == "runlocal":

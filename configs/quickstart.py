@@ -19,7 +19,7 @@ def get_config(arg: str = "") -> ConfigDict:
 
     c.engine.slots = 32
     c.engine.slot_tokens = c.engine.chunk = 80
-    c.engine.decode_tokens = 4
+    c.engine.decode_tokens = 5
     c.engine.append_rows = 16
     c.engine.append_tokens = (4, 8)
     c.learner.batch_rows = 8
@@ -37,7 +37,7 @@ def get_config(arg: str = "") -> ConfigDict:
     c.algo.clip_high = 0.28
     c.optimizer.lr = 3e-4
     c.optimizer.lr_final = 3e-5
-    c.train.steps = 120
+    c.train.steps = 110
     c.train.minibatches = 2
     c.feed.prompts = 16
     c.feed.rollouts = 8

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from jaxagent.chat.template import Template
 from jaxagent.envs.env import Env, Step, Task
@@ -16,6 +16,10 @@ class Limits:
 
     max_turns: int = 8
     max_tokens: int = 1024
+
+    def __post_init__(self) -> None:
+        if self.max_turns < 1:
+            raise ValueError(f"agent.max_turns must be at least 1, got {self.max_turns}")
 
 
 @dataclass
@@ -35,41 +39,40 @@ class Agent:
     def __init__(self, template: Template, tools: Sequence[ToolSpec], sampler: Sampler, limits: Limits):
         self.template, self.tools, self.sampler, self.limits = template, tools, sampler, limits
 
-    async def play(
-        self, env: Env, task: Task, trajectory: Trajectory, key: tuple[int, int], sampling: Sampling
-    ) -> list[Trajectory]:
-        """Plays one episode into `trajectory`, and one more row for every further seat; returns all rows.
+    async def play(self, env: Env, task: Task, rows: list[Trajectory], key: tuple[int, int], sampling: Sampling) -> None:
+        """Plays one episode into `rows`, which holds the first seat's row and gets one more for every further seat.
 
         Raises what the environment or the sampler raises: `rollout.py` turns that into data.
         """
         seats: dict[str, Seat] = {}
         try:
-            step = await env.reset(task, trajectory.seed)
-            while True:
-                seat = self._seat(seats, step, trajectory, key)
-                stop = self._told(seat, step, sampling)
-                if stop:
-                    break
+            rows[0].waiting = "environment"
+            step = await env.reset(task, rows[0].seed)
+            rows[0].waiting = ""
+            seat = self._seat(seats, step, rows, key)
+            while not (stop := self._told(seat, step, sampling)):
                 step = await self._act(seat, env, step, sampling)
                 for agent, reward in step.rewards.items():
-                    seats[agent].trajectory.turns[-1].reward += reward
-            for seat in seats.values():
-                seat.trajectory.stop, seat.trajectory.error, seat.trajectory.waiting = stop, step.error, ""
+                    if agent in seats:  # who never acted has nothing to learn from
+                        seats[agent].trajectory.turns[-1].reward += reward
+                if not (step.terminated or step.truncated):
+                    seat = self._seat(seats, step, rows, key)
+            for row in rows:
+                row.stop, row.error = stop, step.error
         finally:
             for seat in seats.values():
                 self.sampler.release(seat.name)
-        return [seat.trajectory for seat in seats.values()]
 
-    def _seat(self, seats: dict[str, Seat], step: Step, first: Trajectory, key: tuple[int, int]) -> Seat:
+    def _seat(self, seats: dict[str, Seat], step: Step, rows: list[Trajectory], key: tuple[int, int]) -> Seat:
         if step.agent not in seats:
-            trajectory = replace(first, role=step.agent) if seats else first
-            if seats:  # a further seat starts with an empty row of its own
-                trajectory.tokens, trajectory.mask, trajectory.logprob = [], [], []
-                trajectory.version, trajectory.turn, trajectory.turns = [], [], []
-            trajectory.role = step.agent
+            first, number = rows[0], len(seats)
+            if number:  # a further seat starts with an empty row of its own
+                row = Trajectory(first.task, first.seed, first.group, first.rollout, attempts=first.attempts)
+                row.difficulty = first.difficulty
+                rows.append(row)
+            rows[number].role = step.agent
             name = f"{first.group}#{first.rollout}.{first.attempts}/{step.agent}"
-            number = len(seats)
-            seats[step.agent] = Seat(trajectory, name, (key[0], key[1] ^ number), [])
+            seats[step.agent] = Seat(rows[number], name, (key[0], key[1] ^ number), [])
         return seats[step.agent]
 
     def _told(self, seat: Seat, step: Step, sampling: Sampling) -> StopReason | None:
@@ -107,5 +110,6 @@ class Agent:
         turn.error = action.error
         trajectory.waiting = "environment"
         answer = await env.step(action)
+        trajectory.waiting = ""
         turn.reward, turn.reason, turn.tools = answer.reward, answer.reason, answer.tools
         return answer

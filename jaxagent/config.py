@@ -33,7 +33,8 @@ def load(spec: str, overrides: Sequence[str] = ()) -> tuple[ConfigDict, list[str
     """The config of `path` or `path:arg` with overrides `key.path=value`, and every fault found on the way.
 
     The file may import its neighbours, as the experiments import base. A key that was changed, here or against the base.py
-    beside it, and does nothing as the others stand, is a fault.
+    beside it, and does nothing as the others stand, is a fault. Raises ConfigError where the tree is not complete enough
+    to be checked further.
     """
     path, _, arg = spec.partition(":")
     if not Path(path).is_file():
@@ -46,19 +47,29 @@ def load(spec: str, overrides: Sequence[str] = ()) -> tuple[ConfigDict, list[str
         defaults = leaves(_run(base, ""))
         mine = leaves(config)
         changed |= {key for key, value in mine.items() if key in defaults and value != defaults[key]}
-        faults += [f"missing key {key!r}; start from configs/base.py" for key in defaults if key not in mine]
+        missing = [f"missing key {key!r}; start from configs/base.py" for key in defaults if key not in mine]
         unknown = [key for key in mine if key not in defaults and not key.startswith(_OPEN_PREFIXES)]
         faults += [f"unknown key {key!r}{nearest(key, defaults)}" for key in unknown]
+        if missing:
+            raise ConfigError([*faults, *missing])
     return config, [*faults, *_inert_faults(config, changed)]
 
 
 def _run(path: Path, arg: str) -> ConfigDict:
+    """Calls the file's get_config; the neighbours it imports are its own, whatever was imported under their names."""
+    neighbours = {file.stem for file in path.parent.glob("*.py")}
+    others = {name: sys.modules.pop(name) for name in neighbours if name in sys.modules}
     sys.path.insert(0, str(path.parent))
     try:
-        config = runpy.run_path(str(path))["get_config"](arg)
+        found = runpy.run_path(str(path))
+        if "get_config" not in found:
+            raise ConfigError([f"{path} has no function get_config(arg)"])
+        return found["get_config"](arg).lock()
     finally:
         sys.path.remove(str(path.parent))
-    return config.lock()
+        for name in neighbours:
+            sys.modules.pop(name, None)
+        sys.modules.update(others)
 
 
 def _override(config: ConfigDict, override: str) -> str:
@@ -72,12 +83,16 @@ def _override(config: ConfigDict, override: str) -> str:
     for part in section.split(".") if section else []:
         node = node[part]
     old = node.get(name)
+    wanted = node.get_type(name) if name in node else object
     value = parse(text, old)
+    flag_for_number = isinstance(value, bool) and wanted in (int, float)
+    if flag_for_number or (value is None and old is not None):
+        return f"{key} wants {wanted.__name__}, got {text!r}"
     try:
         with node.unlocked():
-            node[name] = tuple(value) if isinstance(old, tuple) else value
+            node[name] = value
     except TypeError:
-        return f"{key} wants {type(old).__name__}, got {text!r}"
+        return f"{key} wants {wanted.__name__}, got {text!r}"
     return ""
 
 
@@ -92,6 +107,8 @@ def parse(text: str, old: Any) -> Any:
         value = json.loads(text.replace("(", "[").replace(",)", "]").replace(")", "]"))
     except json.JSONDecodeError:
         return text
+    if isinstance(value, list):
+        return tuple(value)
     return float(value) if isinstance(old, float) and isinstance(value, int) and not isinstance(value, bool) else value
 
 
@@ -165,12 +182,14 @@ def _inert_faults(c: ConfigDict, changed: Iterable[str]) -> Iterator[str]:
     """Keys that were changed and do nothing as the others stand."""
     mixed = c.algo.select == "mixed" or (c.algo.select is None and c.algo.name == "dapo")
     normed = c.algo.aggregate == "sequence_sum_norm" or (c.algo.aggregate is None and c.algo.name == "dr_grpo")
+    unbounded = c.algo.name in ("reinforce", "rloo")
     remote = bool(c.sandbox.url)
     inert = {
         "model.": (bool(c.init_from), "init_from gives the model's shape"),
         "warmup.": (not c.warmup.steps, "warmup.steps is 0"),
         "warmup_optimizer.": (not c.warmup.steps, "warmup.steps is 0"),
         "feed.max_rounds": (not mixed, "the algorithm keeps all groups"),
+        "algo.clip_": (unbounded, f"{c.algo.name} does not bound its ratio"),
         "algo.length": (not normed, "only the aggregation sequence_sum_norm divides by it"),
         "learner.tis_cap": (c.train.old_logprob == "sampler", "train.old_logprob is sampler: the weight is 1"),
         "sandbox.token_file": (not remote, "the embedded server makes its own token"),

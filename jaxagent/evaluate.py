@@ -9,13 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from jaxagent import config as configs
-from jaxagent.envs.env import World
+from jaxagent.envs.env import World, size_of
 from jaxagent.feed import wait
 from jaxagent.parts import build, restore_weights, use_devices
 from jaxagent.rollout import Rollouts
 from jaxagent.types import Sampling, Trajectory
-
-SUCCESS = 1.0  # an episode succeeds when its return reaches this
 
 
 def evaluate(
@@ -28,11 +26,11 @@ def evaluate(
     k: int = 1,
     ablated: bool = False,
 ) -> tuple[dict[str, Any], list[Trajectory]]:
-    """Plays `k` episodes of each of the first `tasks` tasks of a split; returns the table and the trajectories.
+    """Plays `k` episodes of each of the first `tasks` tasks of a split, or all it has; returns the table and the trajectories.
 
     The draws depend on the run's seed, the split and the task only, so two policies meet the same luck.
     """
-    named = [(f"{split}/{i}", world.task(split, i)) for i in range(tasks)]
+    named = [(f"{split}/{i}", world.task(split, i)) for i in range(min(tasks, size_of(world, split)))]
     futures = rollouts.play(named, k, sampling, ablated=ablated)
     groups = [wait(members) for members in futures]
     return summarise(groups, k), [trajectory for group in groups for trajectory in group]
@@ -43,10 +41,10 @@ def summarise(groups: list[list[Trajectory]], k: int) -> dict[str, Any]:
     played = [[t for t in group if t.stop.counts] for group in groups]
     played = [group for group in played if group]
     everyone = [t for group in played for t in group]
-    wins = [sum(t.reward >= SUCCESS for t in group) for group in played]
+    wins = [sum(t.solved for t in group) for group in played]
     by_difficulty: dict[str, list[bool]] = defaultdict(list)
     for t in everyone:
-        by_difficulty[t.difficulty].append(t.reward >= SUCCESS)
+        by_difficulty[t.difficulty].append(t.solved)
     n = len(everyone)
     success = sum(wins) / n if n else math.nan
     rates = [win / len(group) for win, group in zip(wins, played, strict=True)]
@@ -57,11 +55,7 @@ def summarise(groups: list[list[Trajectory]], k: int) -> dict[str, Any]:
         "k": k,
         "reward": sum(t.reward for t in everyone) / n if n else math.nan,
         "turns": sum(len(t.turns) for t in everyone) / n if n else math.nan,
-        "pass_at_k": {
-            str(j): sum(pass_at(len(g), w, j) for g, w in zip(played, wins, strict=True) if len(g) >= j) / len(played)
-            for j in sorted({1, k})
-            if played
-        },
+        "pass_at_k": {str(j): pass_at_k([len(group) for group in played], wins, j) for j in sorted({1, k})},
         "by_difficulty": {name: sum(hits) / len(hits) for name, hits in sorted(by_difficulty.items())},
         "broken": sum(len(group) for group in groups) - n,
     }
@@ -88,6 +82,12 @@ def report(workdir: str, split: str, tasks: int | None, rollouts: int | None, te
 def pass_at(n: int, wins: int, k: int) -> float:
     """Unbiased pass@k of n episodes, 1 - C(n - wins, k) / C(n, k) (Chen et al. 2021, eq. 1)."""
     return 1.0 - math.comb(n - wins, k) / math.comb(n, k)
+
+
+def pass_at_k(played: list[int], wins: list[int], k: int) -> float:
+    """The mean of pass@k over the tasks that have k episodes; a task that lost some to the infrastructure has no say."""
+    each = [pass_at(n, w, k) for n, w in zip(played, wins, strict=True) if n >= k]
+    return sum(each) / len(each) if each else math.nan
 
 
 def wilson(wins: int, n: int, z: float = 1.96) -> tuple[float, float]:

@@ -31,6 +31,9 @@ class FeedOptions:
     def __post_init__(self) -> None:
         if self.max_staleness:
             raise ValueError(f"feed.max_staleness must be 0 (asynchronous feeding is not built), got {self.max_staleness}")
+        for name in ("prompts", "max_rounds"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"feed.{name} must be at least 1, got {getattr(self, name)}")
         if self.rollouts < 2:
             raise ValueError(f"feed.rollouts must be at least 2, a group of one has no baseline; got {self.rollouts}")
 
@@ -77,6 +80,6 @@ def wait(futures: list[Future[list[Trajectory]]]) -> list[Trajectory]:
 
 
 def has_signal(group: Group) -> bool:
-    """Whether the rewards of the rollouts that count differ."""
-    rewards = {round(t.reward, 6) for t in group.trajectories if t.stop.counts}
-    return len(rewards) > 1
+    """Whether the rewards of the rollouts that count differ, within a role: roles are not compared with each other."""
+    counted = [t for t in group.trajectories if t.stop.counts]
+    return len({(t.role, round(t.reward, 6)) for t in counted}) > len({t.role for t in counted})

@@ -50,9 +50,14 @@ class OptimizerOptions:
     weight_decay: float = 0.0
     clip_norm: float = 1.0
 
+    def __post_init__(self) -> None:
+        if not (self.lr > 0 and self.lr_final >= 0):
+            raise ValueError(f"lr must be positive and lr_final not negative, got lr={self.lr}, lr_final={self.lr_final}")
+
     def schedule(self, steps: int) -> optax.Schedule:
+        """The rate of update 0, 1, ..., steps - 1."""
         warmup = min(self.warmup_steps, max(steps - 1, 0))
-        decay = optax.cosine_decay_schedule(self.lr, max(steps - warmup, 1), self.lr_final / self.lr)
+        decay = optax.cosine_decay_schedule(self.lr, max(steps - 1 - warmup, 1), self.lr_final / self.lr)
         if not warmup:
             return decay
         ramp = optax.linear_schedule(self.lr / (warmup + 1), self.lr, warmup)
@@ -75,9 +80,12 @@ class Learner:
         options: LearnerOptions,
     ):
         self.config, self.mesh, self.algorithm, self.options = config, mesh, algorithm, options
-        self._skeleton = nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0)))
-        self._graph = nnx.split(self._skeleton)[0]
-        self._param_shardings = mesh.shardings(logical_axes(self._skeleton))
+        if options.batch_rows % (rows := mesh.size["data"] * mesh.size["fsdp"]):
+            raise ValueError(f"learner.batch_rows={options.batch_rows} must be a multiple of mesh data x fsdp = {rows}")
+        skeleton = nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0)))
+        mesh.check(params, logical_axes(skeleton))
+        self._graph = nnx.split(skeleton)[0]
+        self._param_shardings = mesh.shardings(logical_axes(skeleton))
         self.params: Params = jax.device_put(params, self._param_shardings)
         self._rows = mesh.sharding(("rows", None))
         acc_shardings = {"grads": self._param_shardings, "sums": mesh.sharding()}
@@ -105,7 +113,7 @@ class Learner:
             share = jnp.maximum(acc["sums"]["share"] + idle, 1e-9)
             grads = jax.tree.map(lambda g: g / share, acc["grads"])
             updates, opt_state = transform.update(grads, opt_state, params)
-            norms = {"grad_norm": optax.global_norm(grads), "update_norm": optax.global_norm(updates)}
+            norms = {"grad_norm": optax.tree.norm(grads), "update_norm": optax.tree.norm(updates)}
             return optax.apply_updates(params, updates), opt_state, norms
 
         self._apply = jax.jit(

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+try:
+    import resource
+except ImportError:  # Windows has none
+    resource = None  # type: ignore[assignment]
 
 
 class Metrics:
@@ -22,7 +28,9 @@ class Metrics:
         """Keeps what was written before `step`; a torn last line is dropped."""
         kept = [record for record in read(self.path) if record["step"] < step]
         self.close()
-        self.path.write_text("".join(json.dumps(record) + "\n" for record in kept))
+        partial = self.path.with_suffix(".partial")  # a run that is killed here keeps what it had
+        partial.write_text("".join(json.dumps(record) + "\n" for record in kept))
+        partial.rename(self.path)
         self._file = self.path.open("a")
 
     def write(self, step: int, values: dict[str, float]) -> None:
@@ -48,6 +56,14 @@ def read(path: Path) -> list[dict[str, Any]]:
         except json.JSONDecodeError:
             break  # a torn line is the end of what was safely written
     return records
+
+
+def peak_bytes() -> int:
+    """The most memory that this process has held; 0 where the system does not tell."""
+    if resource is None:
+        return 0
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
 
 
 class Clock:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import os
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,11 +28,20 @@ from jaxagent.envs import env as envs
 from jaxagent.feed import FeedOptions
 from jaxagent.learner import Learner, LearnerOptions, OptimizerOptions
 from jaxagent.models import hf
-from jaxagent.models.transformer import Decoder, DecoderConfig, params_of
+from jaxagent.models.transformer import Decoder, DecoderConfig, Params, params_of
 from jaxagent.rollout import RolloutOptions, Rollouts
 from jaxagent.sharding import DeviceMesh
 from jaxagent.types import Sampling
-from sandbox_client import EmbeddedServer, SandboxClient
+from sandbox_client import (
+    EmbeddedServer,
+    InfrastructureError,
+    Readiness,
+    RequestRefused,
+    SandboxClient,
+    SandboxStartError,
+)
+
+READY_S = 10.0  # for which a given sandbox server is asked whether it is there
 
 
 def faults(config: ConfigDict) -> list[str]:
@@ -72,17 +84,25 @@ def use_devices(config: ConfigDict) -> None:
 class Sandbox:
     """The sandbox of a run: a server that is given, or the embedded one, which is started again when it dies."""
 
-    def __init__(self, config: ConfigDict, functions: tuple[str, ...], log: Path | None):
+    def __init__(self, config: ConfigDict, world: envs.World, log: Path | None):
+        """Raises ValueError for a given server that is not there or not fit, SandboxStartError for the embedded one."""
+        functions = (world.functions,) if world.functions else ()
+        runs_code = getattr(world, "runs_code", False)
         self._timeout_s = config.timeout_s
         self._server: EmbeddedServer | None = None
         self._stopped = threading.Event()
+        self._watcher = threading.Thread(target=self._watch, name="sandbox-watch", daemon=True)
         if config.url:
-            self.url, self.token = config.url, Path(config.token_file).read_text().strip()
+            self.url, self.token = config.url, read_token(config.token_file)
+            self._ask(functions, runs_code)
             return
-        self._server = EmbeddedServer(functions, code=config.code, min_isolation=config.min_isolation, log_file=log)
+        if runs_code and config.code == "off":
+            raise ValueError("sandbox.code=off, but the policy of this world writes programs: leave it at auto")
+        code = "require" if runs_code else config.code
+        self._server = EmbeddedServer(functions, code=code, min_isolation=config.min_isolation, log_file=log)
         self._server.start()
         self.url, self.token = self._server.url, self._server.token
-        threading.Thread(target=self._watch, name="sandbox-watch", daemon=True).start()
+        self._watcher.start()
 
     def client(self) -> SandboxClient:
         return SandboxClient(self.url, self.token, timeout_s=self._timeout_s)
@@ -97,15 +117,48 @@ class Sandbox:
     def restarts(self) -> int:
         return self._server.restarts() if self._server else 0
 
+    def _ask(self, functions: tuple[str, ...], runs_code: bool) -> None:
+        """Asks a given server whether it is ready for this run: better now than in its first episode."""
+
+        async def ready() -> Readiness:
+            async with SandboxClient(self.url, self.token, timeout_s=min(self._timeout_s, READY_S)) as client:
+                return await client.ready()
+
+        try:
+            with ThreadPoolExecutor(1) as apart:  # in a notebook this thread has a loop of its own
+                found = apart.submit(asyncio.run, ready()).result()
+        except InfrastructureError as error:
+            raise ValueError(f"sandbox.url={self.url}: no sandbox server answers there: {error}") from None
+        except RequestRefused as error:
+            raise ValueError(f"sandbox.url={self.url}: the server refuses this run: {error} (sandbox.token_file)") from None
+        if missing := [name for name in functions if name not in found.functions]:
+            raise ValueError(
+                f"sandbox.url={self.url}: the server does not hold the functions of {missing[0]}, it holds "
+                f"{', '.join(found.functions) or 'none'}; start it with --functions={','.join(functions)}"
+            )
+        if runs_code and not found.code:
+            raise ValueError(f"sandbox.url={self.url}: the server runs no programs: {found.reason}. {found.remedy or ''}")
+
     def _watch(self) -> None:
         while not self._stopped.wait(0.2):
-            if self._server and not self._server.alive():
-                self._server.restart()
+            with contextlib.suppress(SandboxStartError):  # tried again; meanwhile episodes say what they miss
+                if self._server:
+                    self._server.restart(only_if_dead=True)
 
     def close(self) -> None:
         self._stopped.set()
         if self._server:
+            self._watcher.join()  # it must not start again what is stopped here
             self._server.stop()
+
+
+def read_token(path: str) -> str:
+    """The bearer token in a file. Raises ValueError where it cannot be read."""
+    try:
+        return Path(path).read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "not a text"
+        raise ValueError(f"sandbox.token_file={path}: the server's bearer token cannot be read from it: {reason}") from None
 
 
 @dataclass
@@ -122,10 +175,10 @@ class Parts:
     def compile(self) -> None:
         """Compiles the engines' and the learner's programs side by side; the engines then hold the learner's weights."""
         self.engines.publish(self.learner.params, version=0)
-        engines = threading.Thread(target=self.engines.warm_up, name="compile-engines")
-        engines.start()
-        self.learner.warm_up()
-        engines.join()
+        with ThreadPoolExecutor(1, "compile-engines") as beside:
+            engines = beside.submit(self.engines.warm_up)
+            self.learner.warm_up()
+            engines.result()
 
     def close(self) -> None:
         self.rollouts.close()
@@ -140,15 +193,23 @@ def build(config: ConfigDict, log: Path | None = None) -> Parts:
         log: where the embedded sandbox server writes what it has to say.
     """
     world = envs.find(config.env.name)(**config.env.options)
-    template, decoder, policy = start_policy(config)
-    sandbox = Sandbox(config.sandbox, (world.functions,) if world.functions else (), log)
+    if config.warmup.steps and not hasattr(world, "demonstrate"):
+        raise ValueError(
+            f"warmup.steps={config.warmup.steps}, but the world {config.env.name} has no demonstrations: set it to 0"
+        )
     algorithm = choose(**config.algo)
     mesh = DeviceMesh.build(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
+    template, decoder = policy_shape(config)
     learner_options = LearnerOptions(**config.learner, temperature=config.sampling.temperature)
-    learner = Learner(decoder, params_of(policy)[1], mesh, algorithm, learner_options)
-    engines = Replicas([Engine(decoder, EngineOptions(**config.engine), place) for place in mesh.replicas()])
-    agent = Agent(template, world.tools, engines, Limits(**config.agent))
-    rollouts = Rollouts(world, agent, sandbox.client, config.seed, RolloutOptions(**config.rollout))
+    with contextlib.ExitStack() as undo:  # what was started is stopped where something after it fails
+        sandbox = Sandbox(config.sandbox, world, log)
+        undo.callback(sandbox.close)
+        learner = Learner(decoder, start_weights(config, decoder), mesh, algorithm, learner_options)
+        engines = Replicas([Engine(decoder, EngineOptions(**config.engine), place) for place in mesh.replicas()])
+        undo.callback(engines.close)
+        agent = Agent(template, world.tools, engines, Limits(**config.agent))
+        rollouts = Rollouts(world, agent, sandbox.client, config.seed, RolloutOptions(**config.rollout))
+        undo.pop_all()
     return Parts(world, template, decoder, algorithm, learner, engines, rollouts, sandbox)
 
 
@@ -166,18 +227,25 @@ def restore_weights(parts: Parts, workdir: Path, keep: int) -> int:
     return step
 
 
-def start_policy(config: ConfigDict) -> tuple[Template, DecoderConfig, Decoder]:
-    """The policy to start from: the checkpoint of `init_from` with its own chat template, or a small one from scratch."""
-    if config.init_from:
-        hf.read_config(config.init_from)  # its complaint about a missing checkpoint comes before the tokenizer's
+def policy_shape(config: ConfigDict) -> tuple[Template, DecoderConfig]:
+    """The chat template and the sizes of the policy to start from, without its weights.
+
+    Raises ValueError for a checkpoint of `init_from` that is missing, not supported, or does not fit its tokenizer.
+    """
+    if not config.init_from:
+        template = template_of("")
+        return template, DecoderConfig(vocab_size=template.vocab_size, qk_norm=True, **config.model)
+    decoder = hf.read_config(config.init_from)  # its complaint about a missing checkpoint comes before the tokenizer's
     template = template_of(config.init_from)
-    if config.init_from:
-        policy = hf.load(config.init_from)
-        if template.vocab_size > policy.config.vocab_size:
-            raise ValueError(
-                f"{config.init_from}: the tokenizer has {template.vocab_size} ids, the model's vocabulary only "
-                f"{policy.config.vocab_size}: they do not belong together"
-            )
-        return template, policy.config, policy
-    decoder = DecoderConfig(vocab_size=template.vocab_size, qk_norm=True, **config.model)
-    return template, decoder, Decoder(decoder, nnx.Rngs(config.seed))
+    if template.vocab_size > decoder.vocab_size:
+        raise ValueError(
+            f"{config.init_from}: the tokenizer has {template.vocab_size} ids, the model's vocabulary only "
+            f"{decoder.vocab_size}: they do not belong together"
+        )
+    return template, decoder
+
+
+def start_weights(config: ConfigDict, decoder: DecoderConfig) -> Params:
+    """The weights to start from: those of the checkpoint of `init_from`, or small random ones."""
+    policy = hf.load(config.init_from) if config.init_from else Decoder(decoder, nnx.Rngs(config.seed))
+    return params_of(policy)[1]

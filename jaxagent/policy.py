@@ -14,8 +14,8 @@ from jaxagent.chat.plain import tokenizer_files
 from jaxagent.checkpoint import Checkpoints
 from jaxagent.engine.engine import Engine, EngineOptions
 from jaxagent.models import hf
-from jaxagent.models.transformer import params_of
-from jaxagent.parts import start_policy
+from jaxagent.models.transformer import Decoder, params_of
+from jaxagent.parts import policy_shape
 from jaxagent.sharding import DeviceMesh
 from jaxagent.types import Message, SampleRequest, Sampling, sampling_key
 
@@ -23,14 +23,18 @@ from jaxagent.types import Message, SampleRequest, Sampling, sampling_key
 def export(workdir: str, to: str, dtype: str) -> int:
     """The command `jaxagent export`: the last checkpoint of a run, with its tokenizer, as transformers loads it."""
     config = configs.read(Path(workdir) / "config.json")
-    _, _, policy = start_policy(config)
-    graph, params = params_of(policy)
+    decoder = policy_shape(config)[1]
+    graph, shapes = params_of(nnx.eval_shape(lambda: Decoder(decoder, nnx.Rngs(0))))
+    here = DeviceMesh.build(data=1).sharding()
+    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), shapes)
     checkpoints = Checkpoints(Path(workdir) / "checkpoints", config.checkpoint.keep)
-    step = checkpoints.latest()
-    if step is None:
-        raise ValueError(f"{workdir}: no checkpoint there yet")
-    trained = checkpoints.trees(step, {"params": jax.device_put(params, DeviceMesh.build().sharding())})["params"]
-    checkpoints.close()
+    try:
+        step = checkpoints.latest()
+        if step is None:
+            raise ValueError(f"{workdir}: no checkpoint there yet")
+        trained = checkpoints.trees(step, {"params": like})["params"]
+    finally:
+        checkpoints.close()
     hf.save(nnx.merge(graph, trained), to, dtype=dtype, tokenizer=config.init_from or None)
     if not config.init_from:
         for name, text in tokenizer_files().items():
@@ -47,10 +51,10 @@ def generate(checkpoint: str, prompt: str, temperature: float, max_tokens: int) 
     length = -(-(len(ids) + max_tokens) // 128) * 128
     options = EngineOptions(slots=1, slot_tokens=length, decode_tokens=16, append_rows=1, append_tokens=(64,))
     engine = Engine(policy.config, options, next(DeviceMesh.build().replicas()))
-    engine.publish(params_of(policy)[1], version=0)
     sampling = Sampling(temperature=temperature, max_tokens=max_tokens)
     request = SampleRequest("prompt", tuple(ids), 0, sampling_key(0, prompt, 0), template.stop, sampling)
     try:
+        engine.publish(params_of(policy)[1], version=0)
         sample = asyncio.run(engine.generate(request))
     finally:
         engine.close()

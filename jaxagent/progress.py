@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, TextIO
 
+from rich import box
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
@@ -65,11 +66,11 @@ class Progress:
 
     def table(self, title: str, header: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
         """A table, the first column a name and the others numbers."""
-        table = Table(title=title, title_justify="left", title_style="bold")
+        table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold")
         for i, name in enumerate(header):
             table.add_column(name, justify="right" if i else "left")
         for row in rows:
-            table.add_row(*(str(cell) for cell in row))
+            table.add_row(*(Text(str(cell)) for cell in row))
         self.console.print(table)
 
 

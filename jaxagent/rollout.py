@@ -28,6 +28,13 @@ class RolloutOptions:
     deadline_s: float = 600.0
     attempts: int = 3
 
+    def __post_init__(self) -> None:
+        for name in ("concurrency", "attempts"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"rollout.{name} must be at least 1, got {getattr(self, name)}")
+        if self.deadline_s <= 0:
+            raise ValueError(f"rollout.deadline_s must be positive, got {self.deadline_s}")
+
 
 class Rollouts:
     """Plays episodes of one world. `seed` and the episode's names fix every draw."""
@@ -75,42 +82,42 @@ class Rollouts:
     async def _episode(self, group: str, task: Task, rollout: int, sampling: Sampling, ablated: bool) -> list[Trajectory]:
         async with self._gate:
             for attempt in range(1, self.options.attempts + 1):
-                trajectory = Trajectory(
-                    task["id"], task["seed"], group, rollout, attempts=attempt, difficulty=task.get("difficulty", "")
-                )
-                rows = await self._attempt(trajectory, task, sampling, ablated)
-                if trajectory.stop.counts:
+                difficulty = task.get("difficulty", "")
+                rows = [Trajectory(task["id"], task["seed"], group, rollout, attempts=attempt, difficulty=difficulty)]
+                await self._attempt(rows, task, sampling, ablated)
+                if rows[0].stop.counts:
                     break
             return rows
 
-    async def _attempt(self, trajectory: Trajectory, task: Task, sampling: Sampling, ablated: bool) -> list[Trajectory]:
-        began = time.monotonic()
-        name = f"{trajectory.group}#{trajectory.rollout}.{trajectory.attempts}"
-        env: Env = self.world.episode(name, self._sandbox)
-        env = Ablated(env) if ablated else env
-        key = sampling_key(self.seed, trajectory.group, trajectory.rollout)
+    async def _attempt(self, rows: list[Trajectory], task: Task, sampling: Sampling, ablated: bool) -> None:
+        began, first = time.monotonic(), rows[0]
+        name = f"{first.group}#{first.rollout}.{first.attempts}"
+        key = sampling_key(self.seed, first.group, first.rollout)
+        deadline = asyncio.timeout(self.options.deadline_s)
+        env: Env | None = None
         try:
-            async with asyncio.timeout(self.options.deadline_s):
-                return await self.agent.play(env, task, trajectory, key, sampling)
-        except TimeoutError:
-            self._missed(trajectory)
+            env = self.world.episode(name, self._sandbox)
+            async with deadline:
+                await self.agent.play(Ablated(env) if ablated else env, task, rows, key, sampling)
         except Exception as error:
-            trajectory.stop = StopReason.INFRA_FAILURE
-            trajectory.error = f"turn {len(trajectory.turns)}: {type(error).__name__}: {error}"
+            fault = StopReason.INFRA_FAILURE, f"{type(error).__name__}: {error}"
+            stop, text = self._missed(rows) if isinstance(error, TimeoutError) and deadline.expired() else fault
+            for row in rows:
+                row.stop, row.error = stop, f"turn {len(row.turns)}: {text}"
         finally:
-            trajectory.seconds = time.monotonic() - began
-            await self._leave(env)
-        return [trajectory]
+            seconds = time.monotonic() - began
+            for row in rows:
+                row.seconds = seconds
+            if env is not None:
+                await self._leave(env)
 
-    def _missed(self, trajectory: Trajectory) -> None:
+    def _missed(self, rows: list[Trajectory]) -> tuple[StopReason, str]:
         """A missed deadline is the policy's fault where its own tool calls took most of the time."""
-        spent = sum(record.latency_s for turn in trajectory.turns for record in turn.tools)
-        slow = spent > self.options.deadline_s / 2
-        trajectory.stop = StopReason.POLICY_TIMEOUT if slow else StopReason.INFRA_FAILURE
-        trajectory.error = (
-            f"turn {len(trajectory.turns)}: no end within {self.options.deadline_s:g} s (rollout.deadline_s), "
-            f"{spent:.1f} s of it in tools; waiting for the {trajectory.waiting}"
-        )
+        limit_s = self.options.deadline_s
+        spent = sum(record.latency_s for row in rows for turn in row.turns for record in turn.tools)
+        waiting = next((row.waiting for row in rows if row.waiting), "agent")
+        text = f"no end within {limit_s:g} s (rollout.deadline_s), {spent:.1f} s of it in tools; waiting for the {waiting}"
+        return StopReason.POLICY_TIMEOUT if spent > limit_s / 2 else StopReason.INFRA_FAILURE, text
 
     @staticmethod
     async def _leave(env: Env) -> None:

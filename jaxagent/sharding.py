@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -37,6 +38,8 @@ class DeviceMesh:
     def build(cls, data: int = 0, fsdp: int = 1, tensor: int = 1) -> DeviceMesh:
         """A mesh over this process's devices; data = 0 takes the devices that the other axes leave."""
         devices = jax.devices()
+        if data < 0 or fsdp < 1 or tensor < 1:
+            raise ValueError(f"mesh axes are at least 1 (data may be 0 for what is left), got {data=}, {fsdp=}, {tensor=}")
         if len(devices) % (fsdp * tensor) or (data and data * fsdp * tensor > len(devices)):
             raise ValueError(
                 f"mesh data={data} x fsdp={fsdp} x tensor={tensor} does not fit {len(devices)} devices: fsdp x tensor must "
@@ -58,6 +61,19 @@ class DeviceMesh:
     def place(self, tree: Any, axes: tuple[str | None, ...] = ()) -> Any:
         """Puts every array of a tree onto the mesh, all by the same axes."""
         return jax.device_put(tree, self.sharding(axes))
+
+    def check(self, tree: Any, axes_tree: Any) -> None:
+        """Raises ValueError where the mesh cuts a dimension of a tree's arrays into unequal parts."""
+
+        def check_one(path: tuple[Any, ...], x: Any, axes: tuple[str | None, ...]) -> None:
+            for axis, length in zip(axes, x.shape, strict=True):
+                cut = RULES[axis] or ()
+                parts = math.prod(self.size[name] for name in ((cut,) if isinstance(cut, str) else cut))
+                if length % parts:
+                    name = ".".join(str(entry.key) for entry in path)
+                    raise ValueError(f"{name}: dimension {axis!r} of {length} cannot be cut by mesh {cut}={parts}")
+
+        jax.tree_util.tree_map_with_path(check_one, tree, axes_tree)
 
     def shardings(self, axes_tree: Any) -> Any:
         """A tree of placements from a tree of axis names, as `models.transformer.logical_axes` gives it."""

@@ -7,11 +7,14 @@ A fault of the infrastructure is raised, and never becomes a result or a reward.
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
 import json
+import threading
 import time
 import typing
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,7 +45,8 @@ def tool(function: Callable[..., Any], timeout_s: float = 10.0) -> Tool:
     """A tool from a typed function: name, first docstring line and JSON schema are read from it.
 
     The function is the user's own trusted code and runs in the trainer's process; only its arguments come from the policy.
-    A plain function runs in a thread. Raises TypeError for a parameter without a type that JSON knows.
+    A plain function runs in a thread of its own: one that never ends holds up neither the others nor the end of the
+    process. Raises TypeError for a parameter without a type that JSON knows.
     """
     hints = typing.get_type_hints(function)
     properties, required = {}, []
@@ -61,10 +65,26 @@ def tool(function: Callable[..., Any], timeout_s: float = 10.0) -> Tool:
         if inspect.iscoroutinefunction(function):
             value = await function(**arguments)
         else:
-            value = await asyncio.to_thread(function, **arguments)
+            value = await _in_thread(functools.partial(function, **arguments))
         return value if isinstance(value, str) else json.dumps(value)
 
     return Tool(ToolSpec(function.__name__, summary, schema), run, timeout_s)
+
+
+def _in_thread(work: Callable[[], Any]) -> asyncio.Future[Any]:
+    result: Future[Any] = Future()
+    result.set_running_or_notify_cancel()  # so that a result that comes too late is no error
+
+    def run() -> None:
+        try:
+            result.set_result(work())
+        except StopIteration as error:  # which no future can carry
+            result.set_exception(RuntimeError(f"StopIteration: {error}"))
+        except BaseException as error:
+            result.set_exception(error)
+
+    threading.Thread(target=run, name="tool", daemon=True).start()
+    return asyncio.wrap_future(result)
 
 
 def fault_of(spec: ToolSpec, arguments: dict[str, Any]) -> str:
@@ -94,16 +114,20 @@ async def dispatch(tools: Sequence[Tool], call: ToolCall) -> ToolRecord:
     else:
         await _run(found, record)
     record.latency_s = time.monotonic() - began
+    record.result = record.result.encode(errors="replace").decode()  # half a surrogate pair is no text
     record.size_bytes = len(record.result.encode())
     return record
 
 
 async def _run(found: Tool, record: ToolRecord) -> None:
+    deadline = asyncio.timeout(found.timeout_s)
     try:
-        record.result = await asyncio.wait_for(found.run(**record.arguments), found.timeout_s)
-    except TimeoutError:
-        record.outcome, record.result = "timeout", f"error: no result within {found.timeout_s:g} s"
+        async with deadline:
+            record.result = await found.run(**record.arguments)
     except InfrastructureError:
         raise
-    except Exception as error:  # the tool's own fault: the policy may read it
-        record.outcome, record.result = "error", f"error: {type(error).__name__}: {error}"
+    except (Exception, SystemExit) as error:  # the tool's own fault: the policy may read it
+        if isinstance(error, TimeoutError) and deadline.expired():
+            record.outcome, record.result = "timeout", f"error: no result within {found.timeout_s:g} s"
+        else:
+            record.outcome, record.result = "error", f"error: {type(error).__name__}: {error}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import signal
+import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,17 +26,18 @@ from jaxagent.credit import training_rows
 from jaxagent.data.pack import fill, pack
 from jaxagent.data.store import Store
 from jaxagent.data.tasks import TaskStream
-from jaxagent.evaluate import SUCCESS, evaluate
+from jaxagent.envs.env import size_of
+from jaxagent.evaluate import evaluate
 from jaxagent.feed import Feed, FeedOptions, has_signal
 from jaxagent.learner import OptimizerOptions
-from jaxagent.metrics import Clock, Metrics
+from jaxagent.metrics import Clock, Metrics, peak_bytes, read
 from jaxagent.parts import Parts, build, faults, use_devices
 from jaxagent.progress import Progress
 from jaxagent.types import Group, Sampling
+from jaxagent.view import report
 from sandbox_client import InfrastructureError, SandboxStartError
 
 EXIT_DONE, EXIT_AGAIN = 0, 75
-TRAIN_TASKS = 10**9  # tasks of a generated world; a world with fewer says so by `size`
 
 
 class Preempted(Exception):
@@ -58,8 +60,8 @@ class Run:
         self.store = Store(workdir / "trajectories")
         self.checkpoints = Checkpoints(workdir / "checkpoints", config.checkpoint.keep)
         self.clock = Clock()
-        self.results: dict[str, Any] = {}  # evaluations, as they will stand in eval.json
-        tasks = TaskStream(getattr(parts.world, "size", TRAIN_TASKS), config.seed)
+        self.results: dict[str, Any] = {}  # evaluations, as they stand in eval.json
+        tasks = TaskStream(size_of(parts.world, "train"), config.seed)
         self.feed = Feed(parts.world, tasks, parts.rollouts, Sampling(**config.sampling), FeedOptions(**config.feed))
         self.step = 0  # warm-up steps first, then training steps: one axis
         self.stopping = False
@@ -68,6 +70,13 @@ class Run:
         facts = {"step": self.step, "updates": self.parts.learner.updates, "feed": self.feed.state()}
         with self.clock.part("checkpoint"):
             self.checkpoints.save(self.step, self.parts.learner.state(), {**facts, "results": self.results})
+
+    def record(self, name: str, table: dict[str, Any]) -> None:
+        """Keeps an evaluation in eval.json, whole or not at all."""
+        self.results[name] = table
+        partial = self.workdir / "eval.partial"
+        partial.write_text(json.dumps(self.results, indent=2) + "\n")
+        partial.rename(self.workdir / "eval.json")
 
     def done(self, values: dict[str, float]) -> None:
         """One step is done: write it down, save where it is due, stop where that is asked for."""
@@ -96,6 +105,7 @@ def main(config: ConfigDict, workdir: str | Path, progress: Progress | None = No
     prepare(config, workdir)
     use_devices(config)
     parts = build(config, workdir / "sandbox.log")
+    configs.save(config, workdir / "config.json")  # only now: a config that cannot run leaves its workdir free for another
     run = Run(config, workdir, parts, progress)
     previous = signal.getsignal(signal.SIGTERM)
     if threading.current_thread() is threading.main_thread():
@@ -128,7 +138,6 @@ def prepare(config: ConfigDict, workdir: Path) -> None:
     saved = workdir / "config.json"
     if saved.exists() and (changed := configs.differences(config, saved)):
         raise configs.ConfigError([f"{workdir} holds a run of another config: {change}" for change in changed])
-    configs.save(config, saved)
 
 
 def tell(run: Run) -> None:
@@ -150,9 +159,11 @@ def resume(run: Run) -> None:
     latest = run.checkpoints.latest()
     if latest is not None:
         facts = run.checkpoints.facts(latest)
-        if facts["step"] >= warmup:
+        if facts["step"] > warmup:
             begin_training(run)
         learner.restore(run.checkpoints.trees(latest, learner.state()), facts["updates"])
+        if facts["step"] == warmup:  # what was saved are the moments of the warm-up
+            begin_training(run)
         run.feed.restore(facts["feed"])
         run.step, run.results = facts["step"], facts["results"]
         run.progress.say(f"resumed at step {run.step}")
@@ -190,7 +201,7 @@ def warm_up(run: Run) -> None:
 def before(run: Run) -> None:
     """What the policy can do before reinforcement: what it will be compared with."""
     run.progress.stop()
-    run.results["before"] = score(run, "before", "test", run.config.evaluate.final_tasks)
+    run.record("before", score(run, "before", "test", run.config.evaluate.final_tasks))
     run.progress.say(f"held-out success before reinforcement {run.results['before']['success']:.3f}")
 
 
@@ -223,7 +234,7 @@ def train(run: Run) -> None:
 
 
 def update(run: Run, groups: Sequence[Group], step: int) -> dict[str, float]:
-    """One pass over the groups in `train.minibatches` optimizer steps; returns the mean of their metrics."""
+    """One pass over the groups in `train.minibatches` optimizer steps; returns the metrics of those that had tokens."""
     c, learner, algorithm = run.config, run.parts.learner, run.parts.algorithm
     o = learner.options
     order = np.random.default_rng((c.seed, step)).permutation(len(groups))
@@ -239,10 +250,10 @@ def update(run: Run, groups: Sequence[Group], step: int) -> dict[str, float]:
         for batch in batches:
             learner.accumulate(batch)
         results.append(learner.apply(idle))
-    if not results:  # every group of the step was left out
-        return {}
-    means = {name: sum(r[name] for r in results) / len(results) for name in results[0]}
-    return {**means, "train/row_fill": fill([batch for batches, _ in minibatches for batch in batches])}
+    if not (results := [result for result in results if result["policy/tokens"]]):
+        return {}  # nothing in this step had anything to teach
+    joined = {name: (max if name.endswith("_max") else mean)(r[name] for r in results) for name in results[0]}
+    return {**joined, "train/row_fill": fill([batch for batches, _ in minibatches for batch in batches])}
 
 
 def described(run: Run, groups: Sequence[Group]) -> dict[str, float]:
@@ -262,7 +273,7 @@ def described(run: Run, groups: Sequence[Group]) -> dict[str, float]:
     stats = run.parts.engines.take_stats()
     values = {
         "reward/mean": mean(row.reward for row in good),
-        "reward/success": mean(row.reward >= SUCCESS for row in good),
+        "reward/success": mean(row.solved for row in good),
         "reward/informative_groups": mean(has_signal(group) for group in groups),
         "rollout/turns": len(turns) / len(good),
         "rollout/tokens": sampled / len(good),
@@ -315,17 +326,52 @@ def score(run: Run, label: str, split: str, tasks: int, *, ablated: bool = False
 
 
 def finish(run: Run) -> None:
-    """Scores the trained policy, without its tools too, and says what it learnt."""
+    """Scores the trained policy, without its tools too, says what it learnt, and writes the report."""
     c = run.config
     run.progress.stop()
     if run.checkpoints.latest() != run.step:
         run.save()
     n = c.evaluate.final_tasks
-    run.results["after"] = score(run, "after", "test", n)
+    run.record("after", score(run, "after", "test", n))
     if c.evaluate.ablate:
-        run.results["ablated"] = score(run, "ablated", "test", n, ablated=True)
-    (run.workdir / "eval.json").write_text(json.dumps(run.results, indent=2) + "\n")
+        run.record("ablated", score(run, "ablated", "test", n, ablated=True))
     run.checkpoints.wait()
+    page = report(run.workdir)
+    run.progress.table(*comparison(run.results))
+    run.progress.say(f"time: {spent(run)}")
+    run.progress.say(f"report: {page}")
+    command = sys.argv[0] if Path(sys.argv[0]).name == "jaxagent" else "python -m jaxagent"
+    run.progress.say("what to try next:")
+    run.progress.say(f"  {command} eval --workdir={run.workdir} --rollouts=8     pass@8 on held-out tasks")
+    run.progress.say(f"  {command} export --workdir={run.workdir} --to=DIR       the policy as a Hugging Face checkpoint")
+    run.progress.say("  the same training with --config.algo.name=rloo --config.seed=1 and another --workdir")
+
+
+def comparison(results: dict[str, Any]) -> tuple[str, list[str], list[list[str]]]:
+    """Title, header and rows of the table of evaluations."""
+    titles = {"before": "before", "after": "after", "ablated": "blind to tools"}
+    names = [name for name in titles if name in results]
+    tables = [results[name] for name in names]
+    header = ["", *(titles[name] for name in names)]
+    rows = [
+        ["success", *(f"{t['success']:.3f}" for t in tables)],
+        ["95 % interval", *("{:.3f} to {:.3f}".format(*t["ci95"]) for t in tables)],
+    ]
+    for level in tables[-1]["by_difficulty"]:
+        rows += [[f"  {level}", *(f"{t['by_difficulty'].get(level, 0.0):.3f}" for t in tables)]]
+    rows += [["turns per episode", *(f"{t['turns']:.1f}" for t in tables)]]
+    return f"Sampled success on {tables[-1]['n']} tasks never trained on", header, rows
+
+
+def spent(run: Run) -> str:
+    """Wall seconds by part, the CPU seconds of this process beside them, and its greatest memory."""
+    last = run.clock.take()
+    records = [*read(run.metrics.path), last]
+    names = sorted({name for record in records for name in record if name.startswith("time/")})
+    totals = {name.removeprefix("time/").removesuffix("_s"): sum(r.get(name, 0.0) for r in records) for name in names}
+    cpu = totals.pop("cpu")
+    parts = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in sorted(totals.items(), key=lambda x: -x[1]))
+    return f"{parts}; {cpu:.0f} CPU-s and {peak_bytes() / 2**30:.1f} GiB in this process"
 
 
 def mean(values: Any) -> float:

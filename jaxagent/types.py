@@ -12,6 +12,8 @@ from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any, Protocol
 
+SUCCESS = 1.0  # the return of an episode that did all it was asked for
+
 
 class StopReason(StrEnum):
     """Why an episode ended. `counts` says whether its reward may be learnt from."""
@@ -168,6 +170,11 @@ class Trajectory:
     def reward(self) -> float:
         """The return of the episode: the sum of its turns' rewards."""
         return sum(turn.reward for turn in self.turns)
+
+    @property
+    def solved(self) -> bool:
+        """Whether the episode counts and its return reached SUCCESS."""
+        return self.stop.counts and self.reward >= SUCCESS
 
     def feed(self, ids: list[int]) -> None:
         """Appends tokens that the policy did not sample."""

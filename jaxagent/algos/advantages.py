@@ -12,7 +12,7 @@ Rewards = Float[Array, "P G"]
 Valid = Bool[Array, "P G"]
 
 STD_EPS = 1e-6  # verl's; TRL uses 1e-4
-MIN_STD = 1e-6  # rewards that differ by float noise only teach nothing
+MIN_STD = 1e-6  # relative to rewards above 1; rewards that differ by float noise only teach nothing
 
 
 def group_mean(reward_PG: Rewards, valid_PG: Valid) -> Float[Array, "P 1"]:
@@ -43,7 +43,8 @@ def normalised(reward_PG: Rewards, valid_PG: Valid) -> Rewards:
     A group whose rewards are equal up to float noise gets zeros, not noise divided by noise.
     """
     std = group_std(reward_PG, valid_PG)
-    return jnp.where(std > MIN_STD, centred(reward_PG, valid_PG) / (std + STD_EPS), 0.0)
+    scale = jnp.abs(jnp.where(valid_PG, reward_PG, 0.0)).max(1, keepdims=True, initial=1.0)
+    return jnp.where(std > MIN_STD * scale, centred(reward_PG, valid_PG) / (std + STD_EPS), 0.0)
 
 
 def leave_one_out(reward_PG: Rewards, valid_PG: Valid) -> Rewards:

@@ -79,4 +79,9 @@ def choose(
         raise ValueError(f"algo.aggregate must be one of {', '.join(AGGREGATIONS)}; got {row.aggregate!r}")
     if row.select not in ("all", "mixed"):
         raise ValueError(f"algo.select must be all or mixed; got {row.select!r}")
+    if min(row.clip_low, row.clip_high) < 0 or row.length <= 0:
+        raise ValueError(
+            "algo.clip_low and algo.clip_high must not be negative and algo.length must be positive; "
+            f"got {row.clip_low}, {row.clip_high}, {row.length}"
+        )
     return row

@@ -21,7 +21,8 @@ from jaxagent.types import Message, ToolCall, ToolSpec
 
 _CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 _THINK = re.compile(r"\A\s*<think>(.*?)</think>\s*", re.DOTALL)
-_HIDDEN = re.compile("\ue000([0-9]+)\ue001")  # stands for a control token inside a text while the template renders
+_MARK = "\ue000"
+_HIDDEN = re.compile(f"{_MARK}([0-9]+);")  # stands for a control token inside a text while the template renders
 _USER = Message("user", "x")
 
 
@@ -36,7 +37,8 @@ class ChatMLTemplate:
         ends = [tokenizer.convert_tokens_to_ids("<|im_end|>"), tokenizer.eos_token_id]
         self.stop = tuple(dict.fromkeys(i for i in ends if i is not None))
         self.vocab_size = max(tokenizer.get_vocab().values()) + 1
-        self._any_control = re.compile("|".join(map(re.escape, self.control)))
+        self._hideable = [*self.control, _MARK]
+        self._any_hideable = re.compile("|".join(map(re.escape, self._hideable)))
 
     @classmethod
     def load(cls, path: str | Path) -> ChatMLTemplate:
@@ -47,7 +49,7 @@ class ChatMLTemplate:
 
     def extend(self, messages: Sequence[Message], *, closed: bool = True) -> list[int]:
         called = ToolCall("f", {})
-        turn = Message("assistant", calls=(called,)) if messages[0].role == "tool" else Message("assistant", "y")
+        turn = Message("assistant", calls=(called,)) if messages and messages[0].role == "tool" else Message("assistant", "y")
         before = self._render([_USER, turn], (), header=False)
         after = self._render([_USER, turn, *messages], (), header=True)
         cut = before.rindex("<|im_end|>") + (len("<|im_end|>") if closed else 0)
@@ -86,7 +88,7 @@ class ChatMLTemplate:
     def _render(self, messages: Sequence[Message], tools: Sequence[ToolSpec], *, header: bool) -> str:
         rendered = self.tokenizer.apply_chat_template(
             [self._to_hf(message) for message in messages],
-            tools=[_schema(tool) for tool in tools] or None,
+            tools=[self._hide(_schema(tool)) for tool in tools] or None,
             add_generation_prompt=header,
             tokenize=False,
         )
@@ -97,22 +99,26 @@ class ChatMLTemplate:
         if message.thinking:
             hf["reasoning_content"] = self._hide(message.thinking)
         if message.calls:
-            hf["tool_calls"] = [
-                {"type": "function", "function": {"name": call.name, "arguments": call.arguments}} for call in message.calls
-            ]
+            functions = [{"name": call.name, "arguments": call.arguments} for call in message.calls]
+            hf["tool_calls"] = [{"type": "function", "function": self._hide(function)} for function in functions]
         if message.name:
-            hf["name"] = message.name
+            hf["name"] = self._hide(message.name)
         return hf
 
-    def _hide(self, text: str) -> str:
-        """Replaces control tokens in a text by marks that no vocabulary holds."""
-        return self._any_control.sub(lambda found: f"\ue000{self.control.index(found[0])}\ue001", text)
+    def _hide(self, value: Any) -> Any:
+        """Replaces control tokens in a text, or in all texts of a JSON value, by marks that no vocabulary holds."""
+        if isinstance(value, str):
+            return self._any_hideable.sub(lambda found: f"{_MARK}{self._hideable.index(found[0])};", value)
+        if isinstance(value, dict):
+            return {self._hide(name): self._hide(inner) for name, inner in value.items()}
+        return [self._hide(inner) for inner in value] if isinstance(value, list | tuple) else value
 
     def _encode(self, rendered: str) -> list[int]:
         """Ids of rendered text; the control tokens that were hidden come out as text, cut so that none is recognised."""
         ids: list[int] = []
         for i, piece in enumerate(_HIDDEN.split(rendered)):
-            halves = (self.control[int(piece)][:1], self.control[int(piece)][1:]) if i % 2 else (piece,)
+            hidden = self._hideable[int(piece)] if i % 2 else ""
+            halves = (hidden[:1], hidden[1:]) if i % 2 else (piece,)
             for half in halves:
                 ids += self.tokenizer.encode(half, add_special_tokens=False) if half else []
         return ids
@@ -135,10 +141,16 @@ def _schema(tool: ToolSpec) -> dict[str, Any]:
 def _read_call(body: str) -> ToolCall | str:
     """The call in a <tool_call> block, or what is wrong with it."""
     try:
-        call = json.loads(body)
+        call = json.loads(body, parse_constant=_no_number)
     except json.JSONDecodeError as error:
         return f"the tool call is not JSON: {error.msg} at character {error.pos}"
+    except (ValueError, RecursionError) as error:  # NaN, a number without end, brackets without end
+        return f"the tool call is not JSON that can be read: {error}"
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
         return 'a tool call is {"name": ..., "arguments": {...}}'
     arguments = call.get("arguments", {})
     return ToolCall(call["name"], arguments) if isinstance(arguments, dict) else "the arguments must be a JSON object"
+
+
+def _no_number(word: str) -> Any:
+    raise ValueError(f"{word} is not a number")

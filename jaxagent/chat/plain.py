@@ -46,7 +46,7 @@ class PlainTemplate:
             raise ValueError("the plain template holds one call per turn")
         call = message.calls[0]
         arguments = ",".join(str(value) for value in call.arguments.values())
-        gap = " " if arguments[:1].isalpha() or arguments[:1] in ("_", " ") else ""
+        gap = " " if arguments[:1].isalpha() or arguments[:1].isspace() or arguments[:1] == "_" else ""
         return [CALL, *f"{call.name}{gap}{arguments}".encode(), END_CALL]
 
     def parse(self, ids: Sequence[int], tools: Sequence[ToolSpec]) -> Message:
@@ -77,8 +77,8 @@ class PlainTemplate:
 # The same format for transformers: `apply_chat_template` gives what `PlainTemplate.prompt` gives.
 _JINJA = (
     "{% for m in messages %}{% if m.role == 'assistant' %}{{ '<turn>' }}"
-    "{% if m.tool_calls %}{% set f = m.tool_calls[0].function %}{{ '<call>' + f.name }}"
-    "{% for v in f.arguments.values() %}{{ ',' if not loop.first }}{{ v }}{% endfor %}{{ '</call>' }}"
+    "{% if m.tool_calls %}{% set f = m.tool_calls[0].function %}{% set a = f.arguments.values() | join(',') %}"
+    "{{ '<call>' + f.name + (' ' if a[:1].isalpha() or a[:1].isspace() or a[:1] == '_' else '') + a + '</call>' }}"
     "{% else %}{{ m.content + '<eos>' }}{% endif %}"
     "{% else %}{{ {'system': '<system>', 'user': '<user>', 'tool': '<result>'}[m.role] + m.content }}{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<turn>' }}{% endif %}"

@@ -35,15 +35,23 @@ def audit(trajectory: Trajectory) -> str:
 
     Returns an empty string, or the turn, the position and the two tokens that differ.
     """
+    n = len(trajectory.tokens)
+    for name in ("mask", "logprob", "version", "turn"):
+        if len(getattr(trajectory, name)) != n:
+            return f"{n} tokens, but {len(getattr(trajectory, name))} entries of {name}"
     held = 0
     for number, turn in enumerate(trajectory.turns):
         if turn.fed_start != held or turn.start != held + len(turn.fed):
             return f"turn {number}: the sampler held {turn.fed_start} and was fed {len(turn.fed)}, the row had {held}"
+        if not turn.start < turn.end <= n:
+            return f"turn {number}: tokens {turn.start} to {turn.end} of a row of {n}"
         for offset, fed in enumerate(turn.fed):
             if trajectory.tokens[held + offset] != fed:
                 at = held + offset
                 return f"turn {number}, position {at}: the sampler was fed {fed}, the row holds {trajectory.tokens[at]}"
         if not all(trajectory.mask[turn.start : turn.end]) or any(trajectory.mask[held : turn.start]):
             return f"turn {number}: the mask is not true exactly on tokens {turn.start} to {turn.end}"
+        if any(at != number for at in trajectory.turn[turn.start : turn.end]):
+            return f"turn {number}: tokens {turn.start} to {turn.end} are said to be of another turn"
         held = turn.end
-    return ""
+    return "tokens after the last turn are said to be sampled" if any(trajectory.mask[held:]) else ""

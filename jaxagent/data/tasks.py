@@ -33,13 +33,15 @@ def read_jsonl(path: str | Path, required: Sequence[str]) -> list[dict[str, Any]
     if not path.is_file():
         raise ValueError(f"{path}: no such task file; one JSON object per line with {', '.join(required)} is wanted")
     records = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):  # JSON strings may hold other line ends
         if not line.strip():
             continue
         try:
             record = json.loads(line)
         except json.JSONDecodeError as error:
             raise ValueError(f"{path}, line {number}: not JSON ({error.msg} at column {error.colno})") from None
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path}, line {number}: not UTF-8 ({error.reason} at byte {error.start})") from None
         if not isinstance(record, dict):
             raise ValueError(f"{path}, line {number}: an object is wanted, got {type(record).__name__}")
         missing = [key for key in required if key not in record]

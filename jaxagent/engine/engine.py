@@ -7,6 +7,7 @@ turns of a trajectory nothing is recomputed: its slot keeps its cache until `rel
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
 from collections import deque
@@ -83,6 +84,7 @@ class Engine:
         self._mesh = mesh
         self._params: Params | None = None
         self._version = 0
+        self._vocab_size = config.vocab_size
         self._stats = EngineStats()
         self._segment_s = 0.01
         self._inbox: deque[Callable[[], None]] = deque()
@@ -99,6 +101,10 @@ class Engine:
         """Feeds the request's tokens and samples one turn. Raises ValueError for a request that cannot be served."""
         if len(request.stop) > self.options.stop_tokens:
             raise ValueError(f"at most {self.options.stop_tokens} stop ids (engine.stop_tokens), got {request.stop}")
+        if strange := [token for token in request.tokens if not 0 <= token < self._vocab_size]:
+            raise ValueError(
+                f"trajectory {request.trajectory!r}: token {strange[0]} is not in a vocabulary of {self._vocab_size}"
+            )
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Sample] = loop.create_future()
         self._post(lambda: self._accept(request, (loop, future)))
@@ -144,8 +150,8 @@ class Engine:
                 done.set_result(None)
 
         with self._wake:
-            if self._closed or self._failure:
-                raise RuntimeError("the engine is closed") from self._failure
+            if self._closed:
+                raise self._end("the engine is closed")
             self._inbox.append(guarded)
             self._wake.notify()
         return done
@@ -175,10 +181,13 @@ class Engine:
                         return True
                     if quiet is None:
                         self._wake.wait()
+                        deadline = time.monotonic() + self.options.linger * self._segment_s
                 work, self._inbox = self._inbox, deque()
             for item in work:
                 item()
             self.table.admit()
+            if self.table.sampling and time.monotonic() > deadline:
+                return True  # a stream of small requests must not keep the turns in progress waiting
 
     def _tick(self) -> None:
         began = time.monotonic()
@@ -275,7 +284,7 @@ class Engine:
                 loop, future = row.ticket
                 answers.setdefault(loop, []).append((future, self._finish(row, stopped)))
         for loop, batch in answers.items():
-            loop.call_soon_threadsafe(_resolve, batch)
+            _tell(loop, _resolve, batch)
 
     def _finish(self, row: Row, stopped: bool) -> Sample:
         request = row.request
@@ -294,7 +303,7 @@ class Engine:
             fault = "the engine has no weights yet: publish some before sampling"
         if fault:
             loop, future = ticket
-            loop.call_soon_threadsafe(_fail, future, ValueError(fault))
+            _tell(loop, _fail, future, ValueError(fault))
         else:
             self.table.enqueue(request, ticket)
 
@@ -306,7 +315,7 @@ class Engine:
         ticket = self.table.release(trajectory)
         if ticket:
             loop, future = ticket
-            loop.call_soon_threadsafe(future.cancel)
+            _tell(loop, future.cancel)
 
     def _publish(self, params: Params, version: int) -> None:
         here = jax.device_put(params, self._shardings)
@@ -333,13 +342,25 @@ class Engine:
         with self._wake:
             self._closed = True
             work, self._inbox = self._inbox, deque()
-        error = RuntimeError("the engine stopped before the turn ended")
-        error.__cause__ = self._failure
         for item in work:
             item()
         tickets = [row.ticket for row in self.table.rows.values() if row.request]
         for loop, future in [*tickets, *(ticket for _, ticket in self.table.waiting)]:
-            loop.call_soon_threadsafe(_fail, future, error)
+            _tell(loop, _fail, future, self._end("the engine was closed before the turn ended"))
+
+    def _end(self, closed: str) -> RuntimeError:
+        """Why nothing is sampled any more: `closed`, or what stopped the thread."""
+        if self._failure is None:
+            return RuntimeError(closed)
+        error = RuntimeError(f"the engine stopped: {type(self._failure).__name__}: {self._failure}")
+        error.__cause__ = self._failure
+        return error
+
+
+def _tell(loop: asyncio.AbstractEventLoop, what: Callable[..., object], *args: object) -> None:
+    """Calls back into a caller's loop; a loop that was closed meanwhile has nobody left who waits."""
+    with contextlib.suppress(RuntimeError):
+        loop.call_soon_threadsafe(what, *args)
 
 
 def _resolve(batch: list[tuple[asyncio.Future, Sample]]) -> None:

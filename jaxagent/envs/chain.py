@@ -130,23 +130,25 @@ class ChainEpisode:
 
     async def step(self, action: Message) -> Step:
         if action.error:
-            return self._observe(ToolRecord("", {}, "bad_arguments", "??"))
+            return self._observe([ToolRecord("", {}, "bad_arguments", "??")])
         if not action.calls:
             right = action.content == self.gold
             reason = "right answer" if right else f"answered {action.content!r}, right was {self.gold!r}"
             return Step(reward=float(right), reason=reason, terminated=True, answered=True)
         if self.session is None:
             self.session = await self.sandbox.open_session(self.name, self.world.functions, self.options)
-        call = action.calls[0]
+        return self._observe([await self._look_up(call) for call in action.calls])
+
+    async def _look_up(self, call: ToolCall) -> ToolRecord:
         key = str(call.arguments.get("key", ""))
         reply = await self.session.call(call.name, {"key": key}, timeout_s=self.world.tool_timeout_s)
         result = str(reply.value) if reply.outcome == "ok" else "??"
-        return self._observe(ToolRecord(call.name, {"key": key}, str(reply.outcome), result, reply.elapsed_s, len(result)))
+        return ToolRecord(call.name, {"key": key}, str(reply.outcome), result, reply.elapsed_s, len(result))
 
-    def _observe(self, record: ToolRecord) -> Step:
-        self.history.append(f"{record.name}{record.arguments.get('key', '')}={record.result}")
-        state = " ".join(self.history)
-        return Step([Message("tool", record.result, name=record.name)], state=state, tools=[record])
+    def _observe(self, records: list[ToolRecord]) -> Step:
+        self.history += [f"{record.name}{record.arguments.get('key', '')}={record.result}" for record in records]
+        messages = [Message("tool", record.result, name=record.name) for record in records]
+        return Step(messages, state=" ".join(self.history), tools=records)
 
     async def close(self) -> None:
         if self.session is not None:

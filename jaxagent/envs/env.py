@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from jaxagent.types import Message, ToolRecord, ToolSpec
 
 Task = dict[str, Any]
+ENDLESS = 10**9  # tasks of a split that is drawn from seeds
 
 
 @dataclass
@@ -57,10 +58,20 @@ class Env(Protocol):
 
 
 class World(Protocol):
-    """One per run: tells its tools and tasks, makes episodes, and shows how a (sloppy) agent behaves."""
+    """One per run: tells its tools and tasks, makes episodes, and shows how a (sloppy) agent behaves.
 
-    tools: Sequence[ToolSpec]
-    functions: str  # module whose `session_functions` the sandbox server must hold, or ""
+    A world may also have `sizes`, how many tasks its splits have, where they are not without end; and `runs_code = True`,
+    where its sessions run programs that the policy wrote. One that has nothing to show leaves `demonstrate` away, and
+    trains without a warm-up.
+    """
+
+    @property
+    def tools(self) -> Sequence[ToolSpec]: ...
+
+    @property
+    def functions(self) -> str:
+        """The module whose `session_functions` the sandbox server must hold, or nothing."""
+        ...
 
     def task(self, split: str, index: int) -> Task:
         """Task `index` of a split: train, demo, valid or test. Every task has `id`, `seed` and `difficulty`."""
@@ -75,13 +86,18 @@ class World(Protocol):
         ...
 
 
+def size_of(world: World, split: str) -> int:
+    """How many tasks a split has."""
+    return getattr(world, "sizes", {}).get(split, ENDLESS)
+
+
 def find(name: str) -> Callable[..., World]:
     """What makes the world `name`, a file of this folder or a dotted module; its parameters are the world's options."""
     module = name if "." in name else f"jaxagent.envs.{name}"
     try:
         found = importlib.import_module(module)
     except ModuleNotFoundError as error:
-        if error.name != module:
+        if not f"{module}.".startswith(f"{error.name}."):  # something that the world itself imports
             raise
         raise ValueError(f"env.name must be a file of jaxagent/envs or a dotted module; got {name!r}") from None
     if not hasattr(found, "make_world"):

@@ -1,9 +1,9 @@
-"""`maze`: walk through doors to a goal room; one sparse reward on arrival. Every task draws its own map.
+"""`maze`: explore until the way out is found; one sparse reward on arrival. Every task draws its own map.
 
-The rooms a, b, c, ... stand in a ring. Each has three doors: one leads on, one back, and one is a trap that throws the agent
-back to where it started; which is which differs from room to room and from map to map. Entering a room shows its letter and
-the signs on its doors, as in `fge!`: in room f, door A leads to g, B to e, and C is the trap. The task is `k` + `fge!`: find
-room k. Held-out tasks are maps that were never seen.
+The rooms stand in a ring. Each has three doors: two lead to its neighbours, and one is a trap that throws the agent back to
+where it started. Entering a room shows its letter and what is seen on its doors: `f-o!` is room f, where door A is the one
+through which the agent came, B is open and C is the trap. One room is the way out, and nothing tells which. A search finds it
+in time if it avoids the traps and does not turn round. Held-out tasks are maps that were never seen.
 """
 
 from __future__ import annotations
@@ -18,33 +18,36 @@ from jaxagent.types import Message, ToolCall, ToolRecord, ToolSpec
 _SPLITS = {"train": 0, "demo": 1, "valid": 2, "test": 3}
 _SPLIT_SIZE = 10**9
 DOORS = "ABC"
+SIGNS = "o-!"  # on a door: open, the one that the agent came through, a trap
 TRAP = -1
 
 
 class Map:
-    """The maze of one task and where the agent stands in it."""
+    """The maze of one task, where the agent stands in it, and through which door it came (-1: through none)."""
 
     def __init__(self, rooms: int, distance: tuple[int, int], seed: int):
         rng = random.Random(f"{seed}/map")
+        self.letters = rng.sample("abcdefghijklmnopqrstuvwxyz", rooms)
         self.doors = []
         for room in range(rooms):
             ways = [(room + 1) % rooms, (room - 1) % rooms, TRAP]
             rng.shuffle(ways)
             self.doors.append(ways)
         self.start = self.room = rng.randrange(rooms)
+        self.came = -1
         self.far = rng.randint(*distance)
         self.goal = (self.start + rng.choice((self.far, -self.far))) % rooms
 
     def move(self, door: str) -> None:
-        to = self.doors[self.room][DOORS.index(door)]
+        left, to = self.room, self.doors[self.room][DOORS.index(door)]
         self.room = self.start if to == TRAP else to
+        self.came = -1 if to == TRAP else self.doors[to].index(left)
 
     def signs(self) -> str:
-        return letter(self.room) + "".join("!" if to == TRAP else letter(to) for to in self.doors[self.room])
-
-
-def letter(room: int) -> str:
-    return chr(ord("a") + room)
+        doors = self.doors[self.room]
+        return self.letters[self.room] + "".join(
+            "!" if to == TRAP else "-" if i == self.came else "o" for i, to in enumerate(doors)
+        )
 
 
 def session_functions(options: dict[str, Any]) -> dict[str, Callable[[], str]]:
@@ -62,16 +65,23 @@ def session_functions(options: dict[str, Any]) -> dict[str, Callable[[], str]]:
 
 
 class Maze:
-    """The world. Options: how many rooms (at most 26), and how far the goal is at least and at most."""
+    """The world.
+
+    Args:
+        rooms: of the ring, 3 to 26.
+        distance: how far the way out is from the start, at least and at most, along the shorter arc.
+        demo_odds: how readily the demonstrator takes a door that leads on, the one back, and the trap.
+        demo_moves: after which it gives up.
+    """
 
     functions = __name__
     tools = tuple(ToolSpec(door, f"Goes through door {door}.") for door in DOORS)
 
     def __init__(
         self,
-        rooms: int = 16,
-        distance: tuple[int, int] = (5, 8),
-        demo_right: float = 0.5,
+        rooms: int = 18,
+        distance: tuple[int, int] = (8, 9),
+        demo_odds: tuple[float, float, float] = (0.64, 0.31, 0.05),
         demo_moves: int = 16,
         tool_timeout_s: float = 10.0,
     ):
@@ -80,7 +90,7 @@ class Maze:
         if not 1 <= distance[0] <= distance[1] <= rooms // 2:
             raise ValueError(f"env.options.distance must be within 1 and rooms // 2 = {rooms // 2}, got {distance}")
         self.rooms, self.distance = rooms, (distance[0], distance[1])
-        self.demo_right, self.demo_moves, self.tool_timeout_s = demo_right, demo_moves, tool_timeout_s
+        self.demo_odds, self.demo_moves, self.tool_timeout_s = tuple(demo_odds), demo_moves, tool_timeout_s
 
     def task(self, split: str, index: int) -> Task:
         seed = _SPLITS[split] * _SPLIT_SIZE + index
@@ -93,28 +103,21 @@ class Maze:
         return MazeEpisode(self, name, sandbox)
 
     def demonstrate(self, task: Task, rng: random.Random) -> list[Message]:
-        """A sloppy walker: the nearest way with probability `demo_right`, else one of the other two doors."""
+        """A restless walker: it reads the signs and shuns the trap, but turns round so often that it rarely arrives.
+
+        A walker that chooses its doors almost evenly would be worse as a teacher: nobody learns to read from it.
+        """
         maze = self.map(task["seed"])
-        messages = [Message("user", letter(maze.goal) + maze.signs())]
+        messages = [Message("user", maze.signs())]
         for _ in range(self.demo_moves):
-            door = self._choose(maze, rng)
+            odds = [self.demo_odds[SIGNS.index(sign)] for sign in maze.signs()[1:]]
+            (door,) = rng.choices(DOORS, odds)
             messages.append(Message("assistant", calls=(ToolCall(door),)))
             maze.move(door)
             if maze.room == maze.goal:
                 break
             messages.append(Message("tool", maze.signs(), name=door))
         return messages
-
-    def _choose(self, maze: Map, rng: random.Random) -> str:
-        ways = maze.doors[maze.room]
-
-        def far(to: int) -> int:
-            around = (to - maze.goal) % self.rooms
-            return self.rooms if to == TRAP else min(around, self.rooms - around)
-
-        best = min(range(len(ways)), key=lambda i: far(ways[i]))
-        others = [i for i in range(len(ways)) if i != best]
-        return DOORS[best if rng.random() < self.demo_right else rng.choice(others)]
 
 
 class MazeEpisode:
@@ -127,23 +130,25 @@ class MazeEpisode:
     async def reset(self, task: Task, seed: int) -> Step:
         self.maze = self.world.map(task["seed"])
         self.options = {"rooms": self.world.rooms, "distance": self.world.distance, "seed": task["seed"]}
-        return Step([Message("user", letter(self.maze.goal) + self.maze.signs())], state=letter(self.maze.room))
+        return Step([Message("user", self.maze.signs())], state=self.maze.letters[self.maze.room])
 
     async def step(self, action: Message) -> Step:
         if action.error:
             record = ToolRecord("", {}, "bad_arguments", "?")
-            return Step([Message("tool", "?")], state=letter(self.maze.room), tools=[record])
+            return Step([Message("tool", "?")], state=self.maze.letters[self.maze.room], tools=[record])
         if not action.calls:
             return Step(reason="stopped walking", terminated=True, answered=True)
         if self.session is None:
             self.session = await self.sandbox.open_session(self.name, self.world.functions, self.options)
         door = action.calls[0].name
         reply = await self.session.call(door, {}, timeout_s=self.world.tool_timeout_s)
-        self.maze.move(door)
-        record = ToolRecord(door, {}, str(reply.outcome), str(reply.value), reply.elapsed_s, len(str(reply.value)))
+        result = str(reply.value) if reply.outcome == "ok" else "?"
+        record = ToolRecord(door, {}, str(reply.outcome), result, reply.elapsed_s, len(result))
+        if reply.outcome == "ok":
+            self.maze.move(door)
         if self.maze.room == self.maze.goal:
-            return Step(reward=1.0, reason="arrived", terminated=True, tools=[record])
-        return Step([Message("tool", str(reply.value), name=door)], state=letter(self.maze.room), tools=[record])
+            return Step(reward=1.0, reason="found the way out", terminated=True, tools=[record])
+        return Step([Message("tool", result, name=door)], state=self.maze.letters[self.maze.room], tools=[record])
 
     async def close(self) -> None:
         if self.session is not None:

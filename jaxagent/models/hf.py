@@ -6,6 +6,7 @@ Import and export are the identity on every tensor. A missing or unknown tensor 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
@@ -15,11 +16,11 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 from flax import nnx
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from jaxagent.models import qwen
-from jaxagent.models.transformer import Decoder, DecoderConfig, params_of
+from jaxagent.models.transformer import Decoder, DecoderConfig, Params, params_of
 
 FAMILIES: Mapping[str, ModuleType] = {"qwen2": qwen, "qwen3": qwen}
 # Tensors that some checkpoints carry and that hold nothing of their own.
@@ -36,7 +37,10 @@ def read_config(path: str | Path) -> DecoderConfig:
     path = Path(path)
     if not (path / "config.json").is_file():
         raise ValueError(f"{path}: a Hugging Face checkpoint directory with config.json is wanted, there is none")
-    hf = json.loads((path / "config.json").read_text())
+    try:
+        hf = json.loads((path / "config.json").read_text())
+    except ValueError as error:
+        raise ValueError(f"{path}/config.json is not JSON: {error}") from None
     family = FAMILIES.get(hf.get("model_type"))
     if family is None:
         raise ValueError(f"{path}: model_type {hf.get('model_type')!r} is not supported; supported are {', '.join(FAMILIES)}")
@@ -51,17 +55,19 @@ def load(path: str | Path) -> Decoder:
     path = Path(path)
     config = read_config(path)
     tensors = _read_tensors(path)
-    policy = nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0)))
+    graph, shapes = params_of(nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0))))
+    layer_shapes = {name: weight.shape[1:] for name, weight in shapes.pop("blocks").items()}
+    top_shapes = {name: weight.shape for name, weight in shapes.items()}
     family = FAMILIES[config.family]
-    layers = [_take(tensors, family.layer_tensors(config), f"model.layers.{i}.", config, path) for i in range(config.layers)]
-    params = _take(tensors, family.top_tensors(config), "", config, path)
+    table = family.layer_tensors(config)
+    layers = [_take(tensors, table, f"model.layers.{i}.", layer_shapes, path) for i in range(config.layers)]
+    params: Params = _take(tensors, family.top_tensors(config), "", top_shapes, path)
     params["blocks"] = {name: jnp.stack([layer[name] for layer in layers]) for name in layers[0]}
     if config.tied_head:
         tensors.pop("lm_head.weight", None)  # a copy of the embedding
     unknown = [name for name in tensors if not name.endswith(_IGNORED)]
     if unknown:
         raise ValueError(f"{path}: {len(unknown)} tensors have no place in {config.family}, the first is {unknown[0]!r}")
-    graph, _ = nnx.split(policy)
     return nnx.merge(graph, params)
 
 
@@ -76,10 +82,10 @@ def save(policy: Decoder, path: str | Path, *, dtype: str = "float32", tokenizer
     path.mkdir(parents=True, exist_ok=True)
     config, family = policy.config, FAMILIES[policy.config.family]
     params = params_of(policy)[1]
-    tensors = _give(params, family.top_tensors(config), "", config)
+    tensors = _give(params, family.top_tensors(config), "")
     for i in range(config.layers):
         layer = {name: stacked[i] for name, stacked in params["blocks"].items()}
-        tensors |= _give(layer, family.layer_tensors(config), f"model.layers.{i}.", config)
+        tensors |= _give(layer, family.layer_tensors(config), f"model.layers.{i}.")
     stored = {name: np.ascontiguousarray(tensor.astype(_DTYPES[dtype])) for name, tensor in tensors.items()}
     save_file(stored, path / "model.safetensors", metadata={"format": "pt"})
     (path / "config.json").write_text(json.dumps({**family.to_hf(config), "dtype": dtype}, indent=2) + "\n")
@@ -90,17 +96,19 @@ def save(policy: Decoder, path: str | Path, *, dtype: str = "float32", tokenizer
 
 
 def _read_tensors(path: Path) -> dict[str, np.ndarray]:
-    index = path / "model.safetensors.index.json"
-    if index.is_file():
+    """All tensors of a directory by name, from one file or from the shards that the index names."""
+    index, files = path / "model.safetensors.index.json", ["model.safetensors"]
+    if index.is_file() and not (path / files[0]).is_file():
         files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    else:
-        files = ["model.safetensors"]
     tensors: dict[str, np.ndarray] = {}
     for name in files:
         if not (path / name).is_file():
             raise ValueError(f"{path}: {name} is missing")
-        with safe_open(path / name, framework="numpy") as file:
-            tensors |= {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a dict)
+        try:
+            with safe_open(path / name, framework="numpy") as file:
+                tensors |= {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a dict)
+        except SafetensorError as error:
+            raise ValueError(f"{path}: {name} cannot be read as safetensors: {error}") from None
     return tensors
 
 
@@ -108,49 +116,49 @@ def _take(
     tensors: dict[str, np.ndarray],
     table: tuple[tuple[str, str, str], ...],
     prefix: str,
-    config: DecoderConfig,
+    shapes: Mapping[str, tuple[int, ...]],
     path: Path,
-) -> dict[str, Any]:
-    """Moves the tensors of a table out of the checkpoint's, in our layout."""
+) -> Params:
+    """Moves the tensors of a table out of the checkpoint's, in our layout and shapes."""
     taken = {}
     for theirs, ours, layout in table:
-        if prefix + theirs not in tensors:
-            raise ValueError(f"{path}: tensor {prefix + theirs!r} is missing")
-        tensor = tensors.pop(prefix + theirs).astype(np.float32)
-        try:
-            taken[ours] = jnp.asarray(_to_ours(tensor, layout, config))
-        except ValueError:
-            raise ValueError(
-                f"{path}: tensor {prefix + theirs!r} has shape {tensor.shape}, config.json says otherwise"
-            ) from None
+        name, shape = prefix + theirs, shapes[ours]
+        if name not in tensors:
+            raise ValueError(f"{path}: tensor {name!r} is missing")
+        tensor = tensors.pop(name)
+        if tensor.shape != (wanted := _their_shape(shape, layout)):
+            raise ValueError(f"{path}: tensor {name!r} has shape {tensor.shape}, by config.json it should have {wanted}")
+        taken[ours] = jnp.asarray(_to_ours(tensor.astype(np.float32), layout, shape))
     return taken
 
 
-def _give(
-    params: Mapping[str, Any], table: tuple[tuple[str, str, str], ...], prefix: str, config: DecoderConfig
-) -> dict[str, np.ndarray]:
-    return {prefix + theirs: _to_theirs(np.asarray(params[ours]), layout, config) for theirs, ours, layout in table}
+def _give(params: Mapping[str, Any], table: tuple[tuple[str, str, str], ...], prefix: str) -> dict[str, np.ndarray]:
+    return {prefix + theirs: _to_theirs(np.asarray(params[ours]), layout) for theirs, ours, layout in table}
 
 
-def _to_ours(x: np.ndarray, layout: str, c: DecoderConfig) -> np.ndarray:
-    """torch stores [out, in]; we store [in, out] with the heads apart."""
-    heads = {"into_heads": c.heads, "heads": c.heads, "into_kv_heads": c.kv_heads, "kv_heads": c.kv_heads}
-    if layout == "as_is":
-        return x
-    if layout == "transposed":
-        return x.T
-    if layout in ("into_heads", "into_kv_heads"):
-        return x.T.reshape(c.width, heads[layout], c.head_width)
-    if layout == "out_of_heads":
-        return x.T.reshape(c.heads, c.head_width, c.width)
-    return x.reshape(heads[layout], c.head_width)
+# torch stores [out, in]; we store [in, out] with the heads apart. The layouts that tables name:
+#   as_is         the same
+#   transposed    [F, D] there, [D, F] here
+#   into_heads    [N H, D] there, [D, N, H] here
+#   out_of_heads  [D, N H] there, [N, H, D] here
+#   heads         [N H] there, [N, H] here
 
 
-def _to_theirs(x: np.ndarray, layout: str, c: DecoderConfig) -> np.ndarray:
-    if layout == "transposed":
-        return x.T
-    if layout in ("into_heads", "into_kv_heads"):
-        return x.reshape(c.width, -1).T
-    if layout == "out_of_heads":
-        return x.reshape(-1, c.width).T
-    return x if layout == "as_is" else x.reshape(-1)
+def _their_shape(shape: tuple[int, ...], layout: str) -> tuple[int, ...]:
+    """The shape that a tensor of our shape has in a checkpoint."""
+    return {
+        "as_is": shape,
+        "transposed": shape[::-1],
+        "into_heads": (math.prod(shape[1:]), shape[0]),
+        "out_of_heads": (shape[-1], math.prod(shape[:-1])),
+        "heads": (math.prod(shape),),
+    }[layout]
+
+
+def _to_ours(x: np.ndarray, layout: str, shape: tuple[int, ...]) -> np.ndarray:
+    return (x if layout in ("as_is", "heads") else x.T).reshape(shape)
+
+
+def _to_theirs(x: np.ndarray, layout: str) -> np.ndarray:
+    theirs = _their_shape(x.shape, layout)
+    return x.reshape(theirs) if layout in ("as_is", "heads") else x.reshape(theirs[::-1]).T

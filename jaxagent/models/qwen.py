@@ -12,15 +12,15 @@ ARCHITECTURES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 LAYER = (
     ("input_layernorm.weight", "attn_norm", "as_is"),
     ("self_attn.q_proj.weight", "q", "into_heads"),
-    ("self_attn.k_proj.weight", "k", "into_kv_heads"),
-    ("self_attn.v_proj.weight", "v", "into_kv_heads"),
+    ("self_attn.k_proj.weight", "k", "into_heads"),
+    ("self_attn.v_proj.weight", "v", "into_heads"),
     ("self_attn.o_proj.weight", "o", "out_of_heads"),
     ("post_attention_layernorm.weight", "mlp_norm", "as_is"),
     ("mlp.gate_proj.weight", "gate", "transposed"),
     ("mlp.up_proj.weight", "up", "transposed"),
     ("mlp.down_proj.weight", "down", "transposed"),
 )
-BIASES = tuple((f"self_attn.{x}_proj.bias", f"{x}_bias", "heads" if x == "q" else "kv_heads") for x in "qkv")
+BIASES = tuple((f"self_attn.{x}_proj.bias", f"{x}_bias", "heads") for x in "qkv")
 QK_NORMS = tuple((f"self_attn.{x}_norm.weight", f"{x}_norm", "as_is") for x in "qk")
 
 

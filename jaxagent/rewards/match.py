@@ -9,9 +9,13 @@ _ARTICLES = re.compile(r"\b(a|an|the)\b")
 
 
 def normalise(text: str) -> str:
-    """Lower case, without punctuation, articles and repeated spaces (SQuAD's rule, as in Search-R1)."""
+    """Lower case, without punctuation, articles and repeated spaces (SQuAD's rule, as in Search-R1).
+
+    We differ where that would leave nothing: an answer "A" or "+" stays what it is, and is not equal to silence.
+    """
     bare = "".join(c for c in text.lower() if c not in string.punctuation)
-    return " ".join(_ARTICLES.sub(" ", bare).split())
+    steps = (_ARTICLES.sub(" ", bare), bare, text.lower())
+    return next((words for step in steps if (words := " ".join(step.split()))), "")
 
 
 def exact_match(answer: str, right: str) -> tuple[float, str]:

@@ -1,0 +1,63 @@
+# The commands of this project; `make help` lists them. Everything is installed into .venv and nowhere else.
+# Another interpreter: make PYTHON=python3.12 ...      Extra arguments of a run: make quickstart ARGS="--config.seed=1"
+
+SHELL := /bin/bash
+VENV := .venv
+BIN := $(VENV)/bin
+FITS := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))
+PYTHON ?= $(shell for p in python3 python3.12 python3.13 python3.11 python; do \
+	$$p -c '$(FITS)' 2> /dev/null && echo $$p && break; done)
+# jax 0.10 on Python 3.11, jax 0.12 from 3.12 on: each has its own tested set of versions.
+PINS = constraints-$(shell $(BIN)/python -c 'import sys; print("3.11" if sys.version_info < (3, 12) else "3.12")').txt
+PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check
+
+.PHONY: help quickstart maze test parity check clean
+.DEFAULT_GOAL := help
+
+help:  ## lists these commands
+	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 20
+
+quickstart: $(VENV)/core  ## trains a small policy to use tools, on two CPU cores, about 3 minutes
+	$(BIN)/jaxagent train --config=configs/quickstart.py --workdir=runs/quickstart $(ARGS)
+
+maze: $(VENV)/core  ## the smoke test: a smaller policy, sparse reward, about a minute
+	$(BIN)/jaxagent train --config=configs/maze.py --workdir=runs/maze $(ARGS)
+
+test: $(VENV)/dev  ## the test suite, under ten minutes on two cores
+	$(BIN)/python -m pytest $(ARGS)
+
+parity: $(VENV)/parity  ## compares logits, gradients and rendered chats with transformers under torch
+	$(BIN)/python -m pytest -m parity $(ARGS)
+
+check: $(VENV)/dev  ## format, lint, types, and the rules of the house
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest tests/house_test.py
+
+clean:  ## removes the environment and all caches; runs/ stays
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	find . -name __pycache__ -not -path './runs/*' -prune -exec rm -rf {} +
+
+$(VENV)/python:
+	@if [ -z "$(PYTHON)" ] || ! $(PYTHON) -c '$(FITS)' 2> /dev/null; then \
+		echo "jaxagent needs Python 3.11, 3.12 or 3.13; found: $$($(or $(PYTHON),python3) --version 2>&1 | head -1)." \
+			"Install one of them, or name it: make PYTHON=/path/to/python3.12"; exit 1; fi
+	@echo "setting up $(VENV) with $$($(PYTHON) --version): about a minute and 1.2 GB"
+	@$(PYTHON) -m venv $(VENV) || { echo "this Python has no venv module; on Debian: apt install python3-venv"; exit 1; }
+	@touch $@
+
+$(VENV)/core: $(VENV)/python pyproject.toml constraints-3.11.txt constraints-3.12.txt
+	@echo "installing jaxagent and what it needs"
+	@$(PIP) -c $(PINS) -e .
+	@touch $@
+
+$(VENV)/dev: $(VENV)/core
+	@echo "installing what tests and checks need"
+	@$(PIP) -c $(PINS) -e ".[test,check]"
+	@touch $@
+
+$(VENV)/parity: $(VENV)/dev
+	@echo "installing torch, the reference: some minutes"
+	@$(PIP) -c $(PINS) -e ".[parity]"
+	@touch $@

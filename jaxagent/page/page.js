@@ -1,0 +1,15 @@
+// The page, from top to bottom.
+
+drawHeader();
+drawCurves();
+drawTime();
+drawPairs();
+drawBrowser();
+$("footer").append(
+  el(
+    "details",
+    {},
+    el("summary", {}, "The run's config"),
+    el("pre", { class: "panel mono" }, visible(JSON.stringify(CONFIG, null, 2))),
+  ),
+);

@@ -1,0 +1,240 @@
+"""The bookkeeping of slots, without a device: who holds what, what is still to be prefilled, and what is refused."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from jaxagent.engine.slots import Row, SlotTable
+from jaxagent.types import SampleRequest, Sampling
+
+
+def ask(name: str, tokens: tuple[int, ...] = (1, 2, 3), start: int = 0, group: str = "", budget: int = 4) -> SampleRequest:
+    return SampleRequest(name, tokens, start, (0, 0), (), Sampling(max_tokens=budget), group)
+
+
+def enter(table: SlotTable, *requests: SampleRequest) -> None:
+    for request in requests:
+        assert table.check(request) == ""
+        table.enqueue(request, request.trajectory)
+    table.admit()
+
+
+def end_turn(table: SlotTable, name: str, sampled: list[int]) -> None:
+    """What the engine does when a turn is over."""
+    row = table.rows[name]
+    row.request = row.ticket = None
+    row.known += len(sampled)
+    row.pending = sampled[-1]
+
+
+Call = tuple[int, list[tuple[str, int, list[int]]]]
+
+
+def prefill(table: SlotTable, buckets: tuple[int, ...] = (4, 8), rows: int = 2) -> list[Call]:
+    """All prefill calls as (bucket, [(trajectory, position, tokens)])."""
+    return [
+        (bucket, [(row.trajectory, row.cached, tokens) for row, tokens in work]) for bucket, work in table.chunks(buckets, rows)
+    ]
+
+
+def test_all_but_the_last_fed_token_are_prefilled_and_the_last_is_pending() -> None:
+    table = SlotTable(2, 32, 99)
+    enter(table, ask("a", (5, 6, 7)))
+    row = table.rows["a"]
+    assert (row.known, row.pending, row.backlog) == (3, 7, [5, 6])
+    assert prefill(table) == [(4, [("a", 0, [5, 6])])]
+    assert (row.cached, row.backlog) == (2, [])
+
+
+def test_a_second_turn_prefills_the_last_sampled_token_and_the_new_ones_only() -> None:
+    table = SlotTable(2, 32, 99)
+    enter(table, ask("a", (5, 6, 7)))
+    prefill(table)
+    end_turn(table, "a", [8, 9])
+    enter(table, ask("a", (10, 11), start=5))
+    assert prefill(table) == [(4, [("a", 4, [9, 10])])]
+    assert table.rows["a"].pending == 11
+
+
+def test_a_turn_of_one_fed_token_prefills_the_pending_one() -> None:
+    table = SlotTable(2, 32, 99)
+    enter(table, ask("a", (5,)))
+    assert prefill(table) == []
+    end_turn(table, "a", [6])
+    enter(table, ask("a", (7,), start=2))
+    assert prefill(table) == [(4, [("a", 1, [6])])]
+
+
+def test_a_long_prompt_is_cut_by_the_largest_bucket_and_its_rest_takes_the_smallest_that_fits() -> None:
+    table = SlotTable(1, 64, 99)
+    enter(table, ask("a", tuple(range(20))))
+    assert [(bucket, work[0][1], len(work[0][2])) for bucket, work in prefill(table)] == [(8, 0, 8), (8, 8, 8), (4, 16, 3)]
+
+
+def test_the_cut_of_a_row_does_not_depend_on_its_neighbours() -> None:
+    def cuts(*others: SampleRequest) -> list[tuple[int, int, list[int]]]:
+        table = SlotTable(4, 64, 99)
+        enter(table, *others, ask("a", tuple(range(11))))
+        return [(bucket, at, tokens) for bucket, work in prefill(table) for name, at, tokens in work if name == "a"]
+
+    assert cuts() == cuts(ask("b", tuple(range(30))), ask("c", (1,)), ask("d", (1, 2, 3)))
+
+
+def test_a_call_holds_no_more_rows_than_it_is_compiled_for() -> None:
+    table = SlotTable(5, 32, 99)
+    enter(table, *(ask(name) for name in "abcde"))
+    assert [len(work) for _, work in prefill(table, rows=2)] == [2, 2, 1]
+
+
+@pytest.mark.parametrize(
+    ("request_", "told"),
+    [
+        (ask("a", start=6), "holds 5 tokens, the request starts at 6"),
+        (ask("a", start=4), "holds 5 tokens, the request starts at 4"),
+        (ask("a", start=0), "holds 5 tokens, the request starts at 0"),
+        (ask("new", start=2), "holds 0 tokens, the request starts at 2"),
+        (ask("a", (), start=5), "must feed at least one token"),
+        (ask("a", start=5, budget=0), "max_tokens must be at least 1"),
+        (ask("a", (1,) * 8, start=5, budget=4), "5 held + 8 fed + 4 to sample do not fit a slot of 16 tokens"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_with_the_numbers(request_: SampleRequest, told: str) -> None:
+    table = SlotTable(2, 16, 99)
+    enter(table, ask("a", (5, 6, 7)))
+    end_turn(table, "a", [8, 9])
+    assert told in table.check(request_)
+    assert repr(request_.trajectory) in table.check(request_)
+
+
+def test_a_request_that_fills_its_slot_to_the_last_token_is_served() -> None:
+    assert SlotTable(1, 16, 99).check(ask("a", (1,) * 12, budget=4)) == ""
+
+
+def test_a_second_request_during_a_turn_is_refused() -> None:
+    table = SlotTable(2, 32, 99)
+    enter(table, ask("a"))
+    assert "already sampling" in table.check(ask("a", start=3))
+
+
+def test_trajectories_beyond_the_slots_wait_in_order_of_arrival() -> None:
+    table = SlotTable(2, 32, 99)
+    enter(table, *(ask(name) for name in "abcd"))
+    assert list(table.rows) == ["a", "b"]
+    table.release("b")
+    table.admit()
+    assert list(table.rows) == ["a", "c"]
+    assert [request.trajectory for request, _ in table.waiting] == ["d"]
+
+
+def test_releasing_gives_the_ticket_of_whoever_still_waits_for_an_answer() -> None:
+    table = SlotTable(1, 32, 99)
+    enter(table, ask("a"), ask("b"))
+    assert table.release("b") == "b"  # out of the queue
+    assert table.release("a") == "a"  # in the middle of its turn
+    assert table.release("a") is None  # a second time
+    enter(table, ask("c"))
+    end_turn(table, "c", [1])
+    assert table.release("c") is None  # between two turns
+    assert list(table.free) == [0]
+
+
+def test_group_mates_fork_the_prompt_of_the_first_and_prefill_nothing() -> None:
+    table = SlotTable(3, 32, 3)
+    enter(table, *(ask(name, (1, 2, 3, 4), group="g") for name in "abc"))
+    assert [row.source.trajectory if row.source else None for row in table.rows.values()] == [None, "a", "a"]
+    assert prefill(table) == [(4, [("a", 0, [1, 2, 3])])]
+    assert [row.cached for row in table.rows.values()] == [3, 3, 3]
+
+
+@pytest.mark.parametrize(
+    "second",
+    [ask("b", (1, 2, 3, 5), group="g"), ask("b", (1, 2, 3, 4), group="h"), ask("b", (1, 2, 3, 4))],
+    ids=["another prompt", "another group", "no group"],
+)
+def test_only_group_mates_with_the_same_prompt_fork(second: SampleRequest) -> None:
+    table = SlotTable(3, 32, 3)
+    enter(table, ask("a", (1, 2, 3, 4), group="g"), second)
+    assert table.rows["b"].source is None
+    assert table.rows["b"].backlog == [1, 2, 3]
+
+
+def test_short_prompts_are_not_forked() -> None:
+    table = SlotTable(2, 32, 5)
+    enter(table, *(ask(name, (1, 2, 3, 4), group="g") for name in "ab"))
+    assert table.rows["b"].source is None
+
+
+def test_a_fork_whose_source_is_released_first_prefills_the_prompt_itself() -> None:
+    table = SlotTable(2, 32, 3)
+    enter(table, *(ask(name, (1, 2, 3, 4), group="g") for name in "ab"))
+    table.release("a")
+    assert prefill(table) == [(4, [("b", 0, [1, 2, 3])])]
+
+
+def test_after_its_leader_left_a_group_gets_another_one() -> None:
+    table = SlotTable(2, 32, 3)
+    enter(table, ask("a", (1, 2, 3, 4), group="g"))
+    table.release("a")
+    enter(table, *(ask(name, (1, 2, 3, 4), group="g") for name in "bc"))
+    assert table.rows["b"].source is None
+    assert table.rows["c"].source is table.rows["b"]
+
+
+def test_through_any_history_slots_have_one_owner_and_every_token_is_prefilled_once() -> None:
+    for seed in range(30):
+        rng = random.Random(seed)
+        table = SlotTable(3, 200, 4)
+        fed: dict[str, list[int]] = {}  # what each resident trajectory consists of
+        cache: dict[int, list[int]] = {}  # what a slot holds
+        waiting: dict[str, SampleRequest] = {}
+        for _ in range(80):
+            step(rng, table, fed, cache, waiting)
+            owners = [row.slot for row in table.rows.values()]
+            assert len(set(owners)) == len(owners)
+            assert sorted([*owners, *table.free]) == [0, 1, 2]
+            for name, row in table.rows.items():
+                assert cache[row.slot][: row.cached] == fed[name][: row.cached]
+                assert row.known == len(fed[name])
+
+
+def step(
+    rng: random.Random, table: SlotTable, fed: dict[str, list[int]], cache: dict[int, list[int]], asked: dict[str, Any]
+) -> None:
+    """One thing happens: a trajectory begins, goes on or leaves; then everything is prefilled as the engine does it."""
+    idle = [name for name, row in table.rows.items() if row.request is None]
+    leaving = [*table.rows, *(request.trajectory for request, _ in table.waiting)]
+    kind = rng.choice(("begin", "go on", "end", "leave"))
+    if kind == "begin":
+        group = rng.choice(("", "g", "h"))
+        prompt = tuple(range(rng.randrange(1, 9))) if group else tuple(rng.randrange(99) for _ in range(rng.randrange(1, 9)))
+        name = f"{len(asked)}"
+        asked[name] = ask(name, prompt, group=group)
+        fed[name] = list(prompt)
+        table.enqueue(asked[name], name)
+    elif kind == "go on" and idle:
+        name = rng.choice(idle)
+        more = tuple(rng.randrange(99) for _ in range(rng.randrange(1, 6)))
+        enter(table, ask(name, more, start=len(fed[name])))
+        fed[name] += more
+    elif kind == "end" and (busy := [name for name, row in table.rows.items() if row.request]):
+        name = rng.choice(busy)
+        row, sampled = table.rows[name], [rng.randrange(99) for _ in range(3)]
+        cache[row.slot][row.cached :] = [row.pending, *sampled[:-1]]
+        fed[name] += sampled
+        end_turn(table, name, sampled)
+    elif kind == "leave" and leaving:
+        table.release(rng.choice(leaving))
+    table.admit()
+    begun: list[Row] = table.take_begun()
+    for row in begun:
+        cache.setdefault(row.slot, [])
+    for _, work in table.chunks((2, 4), 2):
+        for row, tokens in work:
+            cache[row.slot][row.cached :] = tokens
+    for row in begun:
+        if row.source:
+            cache[row.slot] = cache[row.source.slot][: row.cached]
+            row.source = None

@@ -1,0 +1,313 @@
+"""A config cannot lie: faults are found before anything is compiled, and all of them are told at once."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from drawn import drawn
+from hypothesis import given
+from hypothesis import strategies as st
+from ml_collections import ConfigDict
+
+from jaxagent import config as configs
+from jaxagent.config import ConfigError, differences, leaves, load, nearest, parse, read, save
+from jaxagent.parts import faults
+
+CONFIGS = Path(__file__).parents[1] / "configs"
+BASE = str(CONFIGS / "base.py")
+
+
+def faults_with(*overrides: str, spec: str = BASE) -> list[str]:
+    config, found = load(spec, overrides)
+    return [*found, *faults(config)]
+
+
+def value(override: str, spec: str = BASE) -> Any:
+    config, found = load(spec, [override])
+    assert found == []
+    return leaves(config)[override.partition("=")[0]]
+
+
+# ====================================================================== the files
+
+
+@pytest.mark.parametrize("arg", ["", ":runlocal"])
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.py")), ids=lambda path: path.stem)
+def test_every_config_of_ours_loads_without_a_fault(path: Path, arg: str) -> None:
+    assert faults_with(spec=f"{path}{arg}") == []
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.py")), ids=lambda path: path.stem)
+def test_a_config_of_ours_holds_every_key_of_base(path: Path) -> None:
+    assert leaves(load(BASE)[0]).keys() <= leaves(load(str(path))[0]).keys()
+
+
+def test_a_config_that_is_no_file_is_told_by_its_path() -> None:
+    with pytest.raises(ConfigError, match=r"got 'configs/nothing\.py': no such file"):
+        load("configs/nothing.py:runlocal")
+
+
+def test_a_config_without_its_function_is_told(tmp_path: Path) -> None:
+    (tmp_path / "empty.py").write_text("c = 3\n")
+    with pytest.raises(ConfigError, match=r"empty\.py has no function get_config\(arg\)"):
+        load(str(tmp_path / "empty.py"))
+
+
+def experiment(folder: Path, *lines: str) -> str:
+    """A config file beside a copy of base.py."""
+    (folder / "base.py").write_text((CONFIGS / "base.py").read_text())
+    body = "".join(f"    {line}\n" for line in lines)
+    (folder / "mine.py").write_text(
+        f"from base import get_config as base\n\ndef get_config(arg):\n    c = base()\n{body}    return c\n"
+    )
+    return str(folder / "mine.py")
+
+
+def test_a_key_that_base_does_not_have_is_a_fault_with_the_nearest_one(tmp_path: Path) -> None:
+    found = load(experiment(tmp_path, "c.algo.clip_hihg = 0.3", "c.trian = 1"))[1]
+    assert found[0] == "unknown key 'algo.clip_hihg'; did you mean 'algo.clip_high'?"
+    assert found[1].startswith("unknown key 'trian'")
+
+
+def test_all_keys_that_are_missing_are_told_at_once_and_before_any_rule_reads_them(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as told:
+        load(experiment(tmp_path, "del c.algo.select", "del c.sandbox", "c.train.stepps = 3"), ["seed=x"])
+    text = str(told.value)
+    assert "missing key 'algo.select'; start from configs/base.py" in text
+    assert "missing key 'sandbox.url'" in text
+    assert "unknown key 'train.stepps'; did you mean 'train.steps'?" in text
+    assert "seed wants int, got 'x'" in text
+
+
+def test_two_folders_with_a_base_of_their_own_do_not_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stranger = ModuleType("base")
+    monkeypatch.setitem(sys.modules, "base", stranger)
+    for name in ("one", "two"):
+        folder = tmp_path / name
+        folder.mkdir()
+        spec = experiment(folder, "c.agent.max_turns += 1")
+        text = (folder / "base.py").read_text()
+        (folder / "base.py").write_text(text.replace("max_turns = 8", f"max_turns = {len(name) * 10 + ord(name[0])}"))
+        assert load(spec)[0].agent.max_turns == len(name) * 10 + ord(name[0]) + 1
+    assert sys.modules["base"] is stranger
+    assert str(tmp_path / "one") not in sys.path
+
+
+# ====================================================================== overrides
+
+
+@pytest.mark.parametrize(
+    ("override", "wanted"),
+    [
+        ("seed=3", 3),
+        ("optimizer.lr=1", 1.0),
+        ("optimizer.lr=3e-4", 3e-4),
+        ("learner.remat=True", True),
+        ("evaluate.ablate=false", False),
+        ("algo.name=dr_grpo", "dr_grpo"),
+        ("algo.aggregate=token_mean", "token_mean"),
+        ("algo.clip_high=1", 1.0),
+        ("algo.clip_high=None", None),
+        ("engine.append_tokens=(4,)", (4,)),
+        ("engine.append_tokens=[8, 16]", (8, 16)),
+        ("env.options.hops=(1,2)", (1, 2)),
+        ("env.options.tools=AB", "AB"),
+        ("init_from=runs/a=b", "runs/a=b"),
+    ],
+)
+def test_an_override_takes_the_type_of_its_key(override: str, wanted: Any) -> None:
+    found = value(override)
+    assert found == wanted
+    assert type(found) is type(wanted)
+
+
+@pytest.mark.parametrize(
+    ("override", "fault"),
+    [
+        ("seed=1.5", "seed wants int, got '1.5'"),
+        ("seed=True", "seed wants int, got 'True'"),
+        ("seed=None", "seed wants int, got 'None'"),
+        ("optimizer.lr=small", "optimizer.lr wants float, got 'small'"),
+        ("optimizer.lr=false", "optimizer.lr wants float, got 'false'"),
+        ("learner.remat=1", "learner.remat wants bool, got '1'"),
+        ("algo.clip_high=wide", "algo.clip_high wants float, got 'wide'"),
+        ("engine.append_tokens=8", "engine.append_tokens wants tuple, got '8'"),
+        ("engine.append_tokens=4,8", "engine.append_tokens wants tuple, got '4,8'"),
+        ("seed", "'seed': write key.path=value"),
+    ],
+)
+def test_an_override_of_the_wrong_type_says_what_was_wanted_and_what_came(override: str, fault: str) -> None:
+    assert load(BASE, [override])[1] == [fault]
+
+
+def test_an_unknown_override_names_the_nearest_key() -> None:
+    found = load(BASE, ["algo.nmae=grpo", "warmup.step=3", "env=chain"])[1]
+    assert found[0] == "unknown key 'algo.nmae'; did you mean 'algo.name'?"
+    assert found[1] == "unknown key 'warmup.step'; did you mean 'warmup.steps'?"
+    assert found[2].startswith("unknown key 'env'")
+
+
+@given(st.text())
+@drawn
+def test_reading_a_value_never_raises_and_leaves_text_where_text_is_wanted(text: str) -> None:
+    assert parse(text, "old") == text
+    for old in (1, 1.0, True, (1,), None):
+        parse(text, old)
+
+
+def test_a_word_that_is_near_nothing_shows_what_there_is() -> None:
+    assert nearest("zzz", ["grpo", "rloo"]) == "; known are grpo, rloo"
+    assert nearest("zzz", [f"key{i}" for i in range(13)]) == ""
+
+
+# ====================================================================== faults
+
+
+def test_all_faults_of_all_sections_are_told_at_once() -> None:
+    told = "\n".join(
+        faults_with(
+            "algo.nmae=grpo",
+            "seed=x",
+            "agent.max_tokens=9000",
+            "sampling.temperature=0",
+            "sampling.top_k=5",
+            "feed.rollouts=1",
+            "feed.max_staleness=2",
+            "algo.select=some",
+            "algo.length=5",
+            "env.options.flaky=1",
+            "env.options.hopps=(1,)",
+            "train.old_logprob=guess",
+            "train.minibatches=17",
+            "rollout.concurrency=0",
+            "agent.max_turns=0",
+            "sandbox.code=maybe",
+            "sandbox.url=http://127.0.0.1:1",
+        )
+    )
+    for fault in (
+        "unknown key 'algo.nmae'",
+        "seed wants int",
+        "agent.max_tokens=9000 does not fit engine.slot_tokens=1024",
+        "agent.max_tokens=9000 does not fit learner.row_tokens=1024",
+        "sampling.temperature must be positive",
+        "sampling.top_k and sampling.top_p must be off",
+        "algo.select must be all or mixed; got 'some'",
+        "algo.length=5.0 does nothing",
+        "unknown key 'env.options.hopps'; did you mean 'hops'?",
+        "train.old_logprob must be sampler or trainer, got 'guess'",
+        "train.minibatches must be 1 to feed.prompts=16, got 17",
+        "rollout.concurrency must be at least 1, got 0",
+        "agent.max_turns must be at least 1, got 0",
+        "sandbox.code must be auto, require or off, got 'maybe'",
+        "sandbox.url needs sandbox.token_file",
+    ):
+        assert fault in told
+    assert "feed.max_staleness must be 0" in told or "feed.rollouts must be at least 2" in told
+
+
+@pytest.mark.parametrize(
+    ("override", "fault"),
+    [
+        ("agent.max_turns=0", "agent.max_turns must be at least 1, got 0"),
+        ("rollout.attempts=0", "rollout.attempts must be at least 1, got 0"),
+        ("rollout.concurrency=0", "rollout.concurrency must be at least 1, got 0"),
+        ("rollout.deadline_s=0", "rollout.deadline_s must be positive, got 0.0"),
+        ("feed.prompts=0", "feed.prompts must be at least 1, got 0"),
+        ("feed.rollouts=1", "feed.rollouts must be at least 2"),
+        ("feed.max_staleness=1", "feed.max_staleness must be 0"),
+        ("algo.name=ppo2", "algo.name must be one of reinforce, rloo, grpo"),
+        ("algo.clip_low=-1", "algo.clip_low and algo.clip_high must not be negative"),
+        ("env.options.flaky=1", r"env.options.flaky must be in [0, 1), got 1"),
+        ("env.name=chian", "env.name must be a file of jaxagent/envs or a dotted module; got 'chian'"),
+        ("env.name=no_such_package.world", "env.name must be a file of jaxagent/envs or a dotted module"),
+        ("env.name=env", "module jaxagent.envs.env has no `make_world`"),
+        ("sampling.max_tokens=1024", "sampling.max_tokens=1024 (per turn) must be below agent.max_tokens=1024"),
+    ],
+)
+def test_a_value_that_a_component_refuses_is_a_fault_in_its_words(override: str, fault: str) -> None:
+    assert any(fault in told for told in faults_with(override))
+
+
+@pytest.mark.parametrize(
+    ("override", "spec", "why"),
+    [
+        ("warmup.demos=5", BASE, "warmup.steps is 0"),
+        ("warmup_optimizer.lr=0.1", BASE, "warmup.steps is 0"),
+        ("feed.max_rounds=5", BASE, "the algorithm keeps all groups"),
+        ("algo.length=50", BASE, "only the aggregation sequence_sum_norm divides by it"),
+        ("learner.tis_cap=2", BASE, "train.old_logprob is sampler"),
+        ("sandbox.token_file=token", BASE, "the embedded server makes its own token"),
+    ],
+)
+def test_a_key_that_does_nothing_is_a_fault(override: str, spec: str, why: str) -> None:
+    (fault,) = load(spec, [override])[1]
+    assert f"{override.partition('=')[0]}=" in fault
+    assert f"does nothing: {why}" in fault
+
+
+def test_a_key_is_not_inert_where_another_gives_it_a_meaning() -> None:
+    assert faults_with("feed.max_rounds=5", "algo.name=dapo") == []
+    assert faults_with("algo.length=50", "algo.name=dr_grpo") == []
+    assert faults_with("warmup.demos=5", "warmup.steps=2") == []
+    assert faults_with("learner.tis_cap=2", "train.old_logprob=trainer") == []
+
+
+def test_clipping_an_algorithm_without_a_bound_does_nothing_and_is_told() -> None:
+    assert load(BASE, ["algo.clip_high=0.3"])[1] == []
+    (fault,) = load(BASE, ["algo.clip_high=0.3", "algo.name=rloo"])[1]
+    assert fault == "algo.clip_high=0.3 does nothing: rloo does not bound its ratio"
+
+
+def test_an_inert_key_is_found_in_the_file_as_well_as_on_the_command_line(tmp_path: Path) -> None:
+    (fault,) = load(experiment(tmp_path, "c.feed.max_rounds = 9"))[1]
+    assert fault == "feed.max_rounds=9 does nothing: the algorithm keeps all groups"
+
+
+def test_the_model_of_a_checkpoint_cannot_be_changed(tmp_path: Path) -> None:
+    (fault,) = load(BASE, [f"init_from={tmp_path}", "model.width=64"])[1]
+    assert fault == "model.width=64 does nothing: init_from gives the model's shape"
+
+
+def test_the_options_of_a_world_are_checked_against_its_signature() -> None:
+    (fault,) = faults_with("env.options.roms=5", "env.name=maze")
+    assert fault == "unknown key 'env.options.roms'; did you mean 'rooms'?"
+
+
+# ====================================================================== saved beside the run
+
+
+def test_a_saved_config_is_read_as_it_was(tmp_path: Path) -> None:
+    config, _ = load(str(CONFIGS / "quickstart.py"), ["algo.aggregate=None", "seed=4"])
+    save(config, tmp_path / "config.json")
+    again = read(tmp_path / "config.json")
+    assert leaves(again) == leaves(config)
+    assert {key: type(v) for key, v in leaves(again).items()} == {key: type(v) for key, v in leaves(config).items()}
+    assert differences(config, tmp_path / "config.json") == []
+    assert configs.faults_of(again, {}) == []
+
+
+def test_a_config_that_differs_from_the_saved_one_says_in_which_keys(tmp_path: Path) -> None:
+    save(load(BASE)[0], tmp_path / "config.json")
+    other, _ = load(BASE, ["seed=4", "engine.append_tokens=(8,)", "env.options.flaky=0.5"])
+    assert differences(other, tmp_path / "config.json") == [
+        "engine.append_tokens: [64] -> [8]",
+        "env.options.flaky: None -> 0.5",
+        "seed: 0 -> 4",
+    ]
+
+
+def test_reading_a_config_where_none_was_saved_asks_whether_this_is_a_run(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is this the workdir of a run"):
+        read(tmp_path / "config.json")
+
+
+def test_a_loaded_config_is_locked() -> None:
+    config, _ = load(BASE)
+    with pytest.raises(AttributeError):
+        config.algo.nmae = "grpo"
+    assert isinstance(config, ConfigDict)

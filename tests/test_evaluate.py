@@ -1,0 +1,141 @@
+"""Evaluation: intervals and pass@k by hand, and broken episodes that are nobody's failure."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Sequence
+
+import pytest
+from scripted import ScriptedSampler
+from toys import Parity
+
+from jaxagent.agent import Agent, Limits
+from jaxagent.chat.plain import PlainTemplate
+from jaxagent.evaluate import evaluate, normal, pass_at, pass_at_k, summarise, wilson
+from jaxagent.rollout import RolloutOptions, Rollouts
+from jaxagent.types import Message, SampleRequest, Sampling, StopReason, Trajectory, Turn
+
+PLAIN = PlainTemplate()
+BROKEN = StopReason.INFRA_FAILURE
+
+
+def row(reward: float, stop: StopReason = StopReason.ANSWERED, difficulty: str = "easy", turns: int = 1) -> Trajectory:
+    played = [Turn(0, 0, 1, "", reward=reward if i == turns - 1 else 0.0) for i in range(turns)]
+    return Trajectory("t", 0, "g", 0, turns=played, stop=stop, difficulty=difficulty)
+
+
+# ====================================================================== intervals
+
+
+@pytest.mark.parametrize(
+    ("wins", "n", "low", "high"),
+    [  # Wilson 1927 with z = 1.96, worked out by hand
+        (0, 10, 0.0, 0.277540),
+        (5, 10, 0.236590, 0.763410),
+        (10, 10, 0.722460, 1.0),
+        (9, 12, 0.467686, 0.911055),
+        (1, 1, 0.206543, 1.0),
+    ],
+)
+def test_the_wilson_interval_by_hand(wins: int, n: int, low: float, high: float) -> None:
+    assert wilson(wins, n) == pytest.approx((low, high), abs=1e-5)
+
+
+def test_the_wilson_interval_of_nothing_is_everything() -> None:
+    assert wilson(0, 0) == (0.0, 1.0)
+
+
+def test_the_interval_of_task_rates_by_hand() -> None:
+    # mean 0.5, deviation 0.5, 1.96 * 0.5 / sqrt(3) = 0.565803: cut at 0 and 1
+    assert normal([0.0, 0.5, 1.0]) == (0.0, 1.0)
+    # mean 0.5, deviation 0.1, 1.96 * 0.1 / sqrt(3) = 0.113161
+    assert normal([0.4, 0.5, 0.6]) == pytest.approx((0.386839, 0.613161), abs=1e-6)
+    assert normal([0.7]) == normal([]) == (0.0, 1.0)
+    assert normal([1.0] * 4) == (1.0, 1.0)
+
+
+# ====================================================================== pass@k
+
+
+def test_pass_at_k_by_hand() -> None:
+    assert pass_at(10, 3, 1) == pytest.approx(0.3)
+    assert pass_at(10, 3, 5) == pytest.approx(0.916667, abs=1e-6)
+    assert pass_at(4, 0, 2) == 0.0
+    assert pass_at(4, 3, 2) == 1.0
+
+
+@pytest.mark.parametrize("n", range(1, 7))
+def test_pass_at_k_is_the_share_of_draws_of_k_that_hold_a_win(n: int) -> None:
+    for wins, k in itertools.product(range(n + 1), range(1, n + 1)):
+        draws = list(itertools.combinations([1] * wins + [0] * (n - wins), k))
+        assert pass_at(n, wins, k) == pytest.approx(statistics.mean(any(draw) for draw in draws))
+
+
+def test_a_task_that_lost_episodes_to_the_infrastructure_has_no_say_in_pass_at_k() -> None:
+    assert pass_at_k([2, 1], [2, 1], 2) == 1.0
+    assert pass_at_k([2, 2], [2, 0], 2) == 0.5
+    assert math.isnan(pass_at_k([1, 1], [1, 0], 2))
+
+
+# ====================================================================== the table
+
+
+def test_the_table_of_one_episode_per_task() -> None:
+    rows = [[row(1.0)], [row(0.5, difficulty="hard", turns=3)], [row(0.0, difficulty="hard")], [row(1.0, turns=3)]]
+    table = summarise(rows, k=1)
+    assert table == {
+        "success": 0.5,
+        "ci95": list(wilson(2, 4)),
+        "n": 4,
+        "k": 1,
+        "reward": 0.625,
+        "turns": 2.0,
+        "pass_at_k": {"1": 0.5},
+        "by_difficulty": {"easy": 1.0, "hard": 0.0},
+        "broken": 0,
+    }
+
+
+def test_the_table_of_several_episodes_per_task() -> None:
+    table = summarise([[row(1.0), row(0.0)], [row(0.0), row(0.0)]], k=2)
+    assert (table["success"], table["n"], table["k"]) == (0.25, 2, 2)
+    assert table["pass_at_k"] == {"1": 0.25, "2": 0.5}
+    assert table["ci95"] == list(normal([0.5, 0.0]))
+
+
+@pytest.mark.parametrize("stop", [StopReason.INFRA_FAILURE, StopReason.ENV_TRUNCATED, StopReason.CANCELLED])
+def test_broken_episodes_are_counted_apart_and_never_as_failures(stop: StopReason) -> None:
+    whole = summarise([[row(1.0), row(1.0)], [row(1.0), row(0.0)]], k=2)
+    hurt = summarise([[row(1.0), row(1.0)], [row(1.0), row(0.0)], [row(0.0, stop), row(0.0, stop)]], k=2)
+    assert hurt == {**whole, "broken": 2}
+    half = summarise([[row(1.0), row(1.0)], [row(0.0, stop), row(1.0)]], k=2)
+    assert (half["success"], half["pass_at_k"], half["broken"]) == (1.0, {"1": 1.0, "2": 1.0}, 1)
+
+
+def test_a_missed_deadline_of_the_policys_own_is_a_failure() -> None:
+    assert summarise([[row(1.0)], [row(0.0, StopReason.POLICY_TIMEOUT)]], k=1)["success"] == 0.5
+
+
+def test_nothing_played_is_no_number() -> None:
+    table = summarise([[row(0.0, BROKEN)]], k=1)
+    assert math.isnan(table["success"])
+    assert (table["n"], table["broken"], table["ci95"]) == (0, 1, [0.0, 1.0])
+
+
+def test_an_evaluation_plays_the_first_tasks_of_its_split_the_same_every_time() -> None:
+    def write(text: str, request: SampleRequest) -> Sequence[int]:
+        return PLAIN.turn(Message("assistant", str(request.key[0] % 2)))
+
+    agent = Agent(PLAIN, (), ScriptedSampler(PLAIN, write), Limits(2, 100))
+    rollouts = Rollouts(Parity(), agent, lambda: None, seed=5, options=RolloutOptions(attempts=1))
+    try:
+        tables = [evaluate(rollouts, Parity(), Sampling(max_tokens=4), split="valid", tasks=8, k=3) for _ in range(2)]
+    finally:
+        rollouts.close()
+    (table, rows), (again, _) = tables
+    assert table == again
+    assert [(r.task, r.rollout) for r in rows] == [(f"parity/valid/{i}", g) for i in range(8) for g in range(3)]
+    assert (table["n"], table["broken"]) == (7, 3)
+    assert 0 < table["success"] < 1

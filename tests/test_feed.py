@@ -1,0 +1,139 @@
+"""Whole groups in the order of the tasks, whoever finishes first, and a feed that goes on where it stopped."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from scripted import ScriptedSampler
+from toys import Parity
+
+from jaxagent.agent import Agent, Limits
+from jaxagent.chat.plain import PlainTemplate
+from jaxagent.data.tasks import TaskStream
+from jaxagent.feed import Feed, FeedOptions, has_signal
+from jaxagent.rollout import RolloutOptions, Rollouts
+from jaxagent.types import Group, Message, SampleRequest, Sampling, StopReason, Trajectory, Turn
+
+PLAIN = PlainTemplate()
+
+
+def answering(text: str, request: SampleRequest) -> Sequence[int]:
+    """Even tasks get the same answer from all rollouts, odd ones do not."""
+    task = int(text.removeprefix("<user>").removesuffix("<turn>"))
+    rollout = int(request.trajectory.split("#")[1].split(".")[0])
+    return PLAIN.turn(Message("assistant", str(rollout * (task % 2))))
+
+
+@contextmanager
+def feeding(size: int = 12, seed: int = 0, **options: Any) -> Iterator[Feed]:
+    world = Parity()
+    agent = Agent(PLAIN, (), ScriptedSampler(PLAIN, answering), Limits(2, 100))
+    rollouts = Rollouts(world, agent, lambda: None, seed=0, options=RolloutOptions(attempts=1))
+    try:
+        yield Feed(world, TaskStream(size, seed), rollouts, Sampling(max_tokens=8), FeedOptions(**options))
+    finally:
+        rollouts.close()
+
+
+def names(groups: Sequence[Group]) -> list[tuple[str, str]]:
+    return [(group.key, group.trajectories[0].task) for group in groups]
+
+
+def tasks(count: int, size: int = 12, seed: int = 0, skip: int = 0) -> list[int]:
+    return TaskStream(size, seed).take(skip + count)[skip:]
+
+
+def test_groups_are_whole_and_come_in_the_order_of_the_stream_not_of_completion() -> None:
+    with feeding(prompts=6, rollouts=3) as feed:
+        kept, sampled = feed.take(mixed=False)
+    assert kept == sampled
+    assert names(kept) == [(f"train/{i}", f"parity/train/{task}") for i, task in enumerate(tasks(6))]
+    for group in kept:
+        assert [row.rollout for row in group.trajectories] == [0, 1, 2]
+        assert {row.group for row in group.trajectories} == {group.key}
+
+
+def test_every_draw_of_a_task_is_a_group_of_its_own_over_the_epochs() -> None:
+    with feeding(size=4, prompts=5, rollouts=2) as feed:
+        first, _ = feed.take(mixed=False)
+        second, _ = feed.take(mixed=False)
+    assert [group.key for group in first + second] == [f"train/{i}" for i in range(10)]
+    assert sorted({row.task for group in first + second for row in group.trajectories}) == [
+        f"parity/train/{i}" for i in range(4)
+    ]
+
+
+def test_a_restored_feed_goes_on_exactly() -> None:
+    with feeding(prompts=3, rollouts=2) as feed:
+        feed.take(mixed=False)
+        state = json.loads(json.dumps(feed.state()))
+        wanted = [names(feed.take(mixed=False)[0]) for _ in range(3)]
+    with feeding(prompts=3, rollouts=2) as feed:
+        feed.take(mixed=False)
+        feed.take(mixed=False)
+        feed.restore(state)
+        assert [names(feed.take(mixed=False)[0]) for _ in range(3)] == wanted
+
+
+def test_mixed_selection_replaces_groups_without_a_signal_until_the_step_is_full() -> None:
+    with feeding(prompts=4, rollouts=2, max_rounds=10) as feed:
+        kept, sampled = feed.take(mixed=True)
+        again, _ = feed.take(mixed=True)
+    assert len(kept) == 4
+    assert all(has_signal(group) for group in kept)
+    assert [group for group in sampled if has_signal(group)] == kept
+    assert [group.key for group in sampled] == [f"train/{i}" for i in range(len(sampled))]
+    assert len(sampled) > 4
+    later = [i for i, task in enumerate(tasks(60)) if i >= len(sampled) and task % 2 and task != 3]
+    assert again[0].key == f"train/{later[0]}"
+
+
+def test_mixed_selection_gives_up_after_its_rounds_with_what_it_has() -> None:
+    with feeding(prompts=8, rollouts=2, max_rounds=1) as feed:
+        kept, sampled = feed.take(mixed=True)
+    odd = [task for task in tasks(8) if task % 2 and task != 3]
+    assert len(sampled) == 8
+    assert [group.trajectories[0].seed for group in kept] == odd
+
+
+def test_a_broken_group_is_told_and_left_out_of_a_mixed_selection() -> None:
+    with feeding(prompts=12, rollouts=2) as feed:
+        _, sampled = feed.take(mixed=False)
+    broken = [group for group in sampled if group.trajectories[0].seed == 3]
+    assert len(broken) == 1
+    assert {row.stop for row in broken[0].trajectories} == {StopReason.INFRA_FAILURE}
+    assert not has_signal(broken[0])
+
+
+def row(reward: float, stop: StopReason = StopReason.ANSWERED, role: str = "agent") -> Trajectory:
+    return Trajectory("t", 0, "g", 0, role=role, turns=[Turn(0, 0, 1, "", reward=reward)], stop=stop)
+
+
+@pytest.mark.parametrize(
+    ("rows", "signal"),
+    [
+        ([], False),
+        ([row(1.0)], False),
+        ([row(1.0), row(1.0)], False),
+        ([row(1.0), row(0.0)], True),
+        ([row(0.1 + 0.2), row(0.3)], False),
+        ([row(1.0), row(0.0, StopReason.INFRA_FAILURE)], False),
+        ([row(1.0), row(0.0, StopReason.POLICY_TIMEOUT)], True),
+        ([row(1.0, role="white"), row(-1.0, role="black")] * 2, False),
+        ([row(1.0, role="white"), row(-1.0, role="black"), row(0.0, role="white"), row(-1.0, role="black")], True),
+    ],
+)
+def test_a_signal_is_a_difference_between_rollouts_that_count_and_play_the_same_role(
+    rows: list[Trajectory], signal: bool
+) -> None:
+    assert has_signal(Group("g", rows)) is signal
+
+
+@pytest.mark.parametrize("options", [{"prompts": 0}, {"rollouts": 1}, {"max_rounds": 0}, {"max_staleness": 1}])
+def test_options_that_cannot_work_are_refused(options: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match=rf"feed\.{next(iter(options))} must be"):
+        FeedOptions(**options)

@@ -1,0 +1,414 @@
+"""The whole story on a tiny policy, with the real engine, learner, checkpoints and embedded sandbox."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from compilations import compiled
+from flax import nnx
+from ml_collections import ConfigDict
+
+from jaxagent import config as configs
+from jaxagent import train
+from jaxagent.__main__ import main as command
+from jaxagent.chat.plain import tokenizer_files
+from jaxagent.checkpoint import Checkpoints
+from jaxagent.data.store import Store, audit
+from jaxagent.metrics import read
+from jaxagent.models import hf
+from jaxagent.models.transformer import Decoder, params_of
+from jaxagent.parts import policy_shape
+from jaxagent.progress import Progress
+from jaxagent.types import Trajectory
+from sandbox_client import EmbeddedServer
+
+CONFIGS = Path(__file__).parent.parent / "configs"
+SPEC = f"{CONFIGS / 'maze.py'}:runlocal"
+# Mazes in which a walk at random sometimes arrives, so that there is something to learn from; a warm-up long enough to make
+# tool calls; two replicas; saves before, at and after the end of the warm-up.
+TINY = (
+    *(
+        "env.options.rooms=6",
+        "env.options.distance=(1,2)",
+        "env.options.demo_moves=5",
+        "agent.max_turns=5",
+        "agent.max_tokens=80",
+    ),
+    *("model.width=16", "model.layers=1", "model.heads=1", "model.ffn_width=32", "mesh.cpu_devices=8", "mesh.data=2"),
+    *("engine.slots=8", "engine.slot_tokens=80", "engine.chunk=80", "engine.append_rows=4", "learner.batch_rows=4"),
+    *("warmup.steps=18", "warmup.batch=16", "warmup.demos=300", "warmup_optimizer.lr=0.02"),
+    *("warmup_optimizer.warmup_steps=2", "train.steps=8", "evaluate.every=4", "checkpoint.every=6", "checkpoint.keep=99"),
+)
+BASE = f"{CONFIGS / 'base.py'}"
+SAVED = (6, 12, 18, 24, 26)
+# What may differ between two equal runs: times, and what depends on which request came first.
+CLOCKED = ("time/", "engine/", "sandbox/", "rollout/tool_latency_s", "rollout/retried", "rollout/seconds")
+PATIENCE_S = 240.0  # a hang fails by this; nothing is measured
+
+
+def configured(*overrides: str, spec: str = SPEC, tiny: tuple[str, ...] = TINY) -> ConfigDict:
+    config, faults = configs.load(spec, [*tiny, *overrides])
+    assert faults == []
+    return config
+
+
+def run(config: ConfigDict, workdir: Path) -> str:
+    """Trains to the end in this process; returns what was said."""
+    said = io.StringIO()
+    assert train.main(config, workdir, Progress(said)) == 0
+    return said.getvalue()
+
+
+def final_params(workdir: Path, step: int = 26) -> Any:
+    config = configs.read(workdir / "config.json")
+    decoder = policy_shape(config)[1]
+    shapes = jax.eval_shape(lambda: params_of(Decoder(decoder, nnx.Rngs(0)))[1])
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    checkpoints = Checkpoints(workdir / "checkpoints", keep=99)
+    try:
+        like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), shapes)
+        return jax.device_get(checkpoints.trees(step, {"params": like})["params"])
+    finally:
+        checkpoints.close()
+
+
+def steady_metrics(workdir: Path) -> list[dict[str, Any]]:
+    return [{k: v for k, v in record.items() if not k.startswith(CLOCKED)} for record in read(workdir / "metrics.jsonl")]
+
+
+def trajectories(workdir: Path) -> dict[str, list[Any]]:
+    """All tokens, log-probs and rewards that were stored, without the times."""
+    store = Store(workdir / "trajectories")
+    return {
+        label: [
+            (t.task, t.group, t.rollout, t.tokens, t.mask, t.logprob, t.version, t.reward, t.stop) for t in store.read(label)
+        ]
+        for label in store.labels()
+    }
+
+
+def assert_same_run(got: Path, want: Path) -> None:
+    jax.tree.map(np.testing.assert_array_equal, final_params(got), final_params(want))
+    assert steady_metrics(got) == steady_metrics(want)
+    assert trajectories(got) == trajectories(want)
+    assert (got / "eval.json").read_text() == (want / "eval.json").read_text()
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The workdir of a run that nothing disturbed."""
+    workdir = tmp_path_factory.mktemp("whole")
+    run(configured(), workdir)
+    return workdir
+
+
+# ---------------------------------------------------------------------- one run
+
+
+def test_a_run_leaves_its_whole_workdir(whole: Path) -> None:
+    records = read(whole / "metrics.jsonl")
+    assert [record["step"] for record in records] == list(range(1, 27))
+    assert all("sft/nll" in record for record in records[:18])
+    assert all({"reward/mean", "rollout/turns"} <= record.keys() for record in records[18:])
+    taught = [record for record in records[18:] if record["reward/informative_groups"]]
+    assert len(taught) >= 3
+    assert all(record["policy/tokens"] > 0 for record in taught)
+    assert "eval/success" in records[21]
+    assert configs.differences(configured(), whole / "config.json") == []
+    results = json.loads((whole / "eval.json").read_text())
+    assert set(results) == {"before", "after", "ablated"}
+    for table in results.values():
+        assert {"success", "n", "k", "ci95"} <= table.keys()
+        assert table["ci95"][0] <= table["success"] <= table["ci95"][1]
+        assert table["n"] == 4
+    labels = [*(f"train-{i:06d}" for i in range(1, 9)), "before", "valid-000004", "after", "ablated"]
+    assert Store(whole / "trajectories").labels() == sorted(labels)
+    assert {int(path.name) for path in (whole / "checkpoints").iterdir()} == set(SAVED)
+
+
+def test_the_policy_called_tools_in_the_sandbox(whole: Path) -> None:
+    """Without this the tests below would hold of a sandbox that nobody asks."""
+    records = read(whole / "metrics.jsonl")[18:]
+    assert sum(record["rollout/tool_calls"] * (1 - record["rollout/tool_errors"]) for record in records) > 20
+
+
+def test_every_stored_trajectory_passes_the_audit(whole: Path) -> None:
+    store = Store(whole / "trajectories")
+    rows = [row for label in store.labels() for row in store.read(label)]
+    assert len(rows) == 8 * 2 * 4 + 4 * 4
+    assert sum(len(row.turns) > 1 for row in rows) > 10
+    for row in rows:
+        assert audit(row) == "", row.group
+
+
+def versions(row: Trajectory) -> set[int]:
+    return {version for version, sampled in zip(row.version, row.mask, strict=True) if sampled}
+
+
+def test_every_sampled_token_is_stamped_with_the_weights_of_its_step(whole: Path) -> None:
+    store = Store(whole / "trajectories")
+    for step in range(1, 9):
+        for row in store.read(f"train-{step:06d}"):
+            assert versions(row) == {step - 1}
+    for label, version in (("before", 0), ("valid-000004", 4), ("after", 8)):
+        assert {v for row in store.read(label) for v, sampled in zip(row.version, row.mask, strict=True) if sampled} == {
+            version
+        }
+
+
+def test_the_trainer_agrees_with_the_sampler(whole: Path) -> None:
+    """The second minibatch of a step is taken from weights that the first has moved a little."""
+    gaps = [record["policy/sampler_logprob_gap"] for record in read(whole / "metrics.jsonl")[18:] if "policy/loss" in record]
+    assert len(gaps) >= 3
+    assert max(gaps) < 0.02
+
+
+def test_training_moved_the_policy(whole: Path) -> None:
+    before, after = final_params(whole, step=18), final_params(whole)
+    moved = jax.tree.map(lambda a, b: np.abs(a - b).max() > 0, before, after)
+    assert all(jax.tree.leaves(moved))
+
+
+# ---------------------------------------------------------------------- stopped and gone on
+
+
+def stopped_at(whole: Path, step: int, workdir: Path) -> Path:
+    """The workdir of a run that was killed after the save of `step`: what came later was written only in part."""
+    shutil.copytree(whole, workdir)
+    (workdir / "eval.json").unlink()
+    for saved in SAVED:
+        if saved > step:
+            shutil.rmtree(workdir / "checkpoints" / str(saved))
+    with (workdir / "metrics.jsonl").open("a") as metrics:
+        metrics.write('{"step": 99, "torn')
+    return workdir
+
+
+@pytest.mark.parametrize("step", SAVED)
+def test_a_run_resumed_from_any_save_equals_the_one_that_was_never_stopped(whole: Path, step: int, tmp_path: Path) -> None:
+    workdir = stopped_at(whole, step, tmp_path / "resumed")
+    said = run(configured(), workdir)
+    assert f"resumed at step {step}" in said
+    assert_same_run(workdir, whole)
+
+
+def test_sigterm_saves_and_the_same_command_goes_on_to_the_same_end(whole: Path, tmp_path: Path) -> None:
+    workdir = tmp_path / "run"
+    arguments = [f"--config={SPEC}", f"--workdir={workdir}", *(f"--config.{override}" for override in TINY)]
+    with subprocess.Popen([sys.executable, "-m", "jaxagent", "train", *arguments], stdout=subprocess.PIPE) as process:
+        deadline = time.monotonic() + PATIENCE_S
+        while len(read(workdir / "metrics.jsonl")) < 7 and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.02)
+        process.send_signal(signal.SIGTERM)
+        said = process.communicate(timeout=PATIENCE_S)[0].decode()
+    assert process.returncode == 75, said
+    step = len(read(workdir / "metrics.jsonl"))
+    assert f"saved at step {step}; the same command resumes" in said
+    assert 7 <= step < 26
+    assert f"resumed at step {step}" in run(configured(), workdir)
+    assert_same_run(workdir, whole)
+
+
+def server_processes() -> list[int]:
+    """The embedded sandbox servers that this process started."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if entry.name.isdigit() and b"sandbox_client.server" in (entry / "cmdline").read_bytes():
+                parent = (entry / "stat").read_text().rpartition(")")[2].split()[1]
+                found += [int(entry.name)] if int(parent) == os.getpid() else []
+    return found
+
+
+def test_a_sandbox_server_that_is_killed_is_started_again_and_changes_nothing(whole: Path, tmp_path: Path) -> None:
+    killed: list[int] = []
+    over = threading.Event()
+
+    def kill_once_trained() -> None:
+        while not over.wait(0.01):
+            if len(read(tmp_path / "metrics.jsonl")) >= 19 and (servers := server_processes()):
+                os.kill(servers[0], signal.SIGKILL)
+                killed.append(servers[0])
+                return
+
+    killer = threading.Thread(target=kill_once_trained)
+    killer.start()
+    try:
+        run(configured(), tmp_path)
+    finally:
+        over.set()
+        killer.join()
+    assert len(killed) == 1
+    assert read(tmp_path / "metrics.jsonl")[-1]["sandbox/restarts"] == 1
+    assert server_processes() == []
+    assert_same_run(tmp_path, whole)
+
+
+def test_another_config_on_the_same_workdir_is_refused_and_the_key_is_named(whole: Path) -> None:
+    with pytest.raises(ValueError, match=r"holds a run of another config: optimizer\.lr: 0\.001 -> 0\.5"):
+        train.main(configured("optimizer.lr=0.5"), whole, Progress(io.StringIO()))
+
+
+# ---------------------------------------------------------------------- what comes after
+
+
+def test_the_export_of_a_run_is_its_policy_and_generates(
+    whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command(["export", f"--workdir={whole}", f"--to={tmp_path}"]) == 0
+    assert "step 26" in capsys.readouterr().out
+    exported = params_of(hf.load(tmp_path))[1]
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(exported), final_params(whole))
+    texts = []
+    for temperature in ("0", "0", "1"):
+        asked = ["--prompt=37AB", "--max-tokens=6", f"--temperature={temperature}"]
+        assert command(["generate", f"--checkpoint={tmp_path}", *asked]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] != "\n"
+
+
+def test_evaluating_a_workdir_repeats_its_last_evaluation(whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command(["eval", f"--workdir={whole}"]) == 0
+    assert json.loads(capsys.readouterr().out) == json.loads((whole / "eval.json").read_text())["after"]
+
+
+def test_training_goes_on_from_an_exported_checkpoint(whole: Path, tmp_path: Path) -> None:
+    assert command(["export", f"--workdir={whole}", f"--to={tmp_path / 'policy'}"]) == 0
+    kept = ("env.", "agent.", "mesh.", "engine.", "learner.", "evaluate.")
+    world = tuple(override for override in TINY if override.startswith(kept))
+    short = ("env.name=maze", "sampling.max_tokens=4", "train.steps=1", "feed.prompts=2", "evaluate.final_tasks=4")
+    given = f"init_from={tmp_path / 'policy'}"
+    run(
+        configured(*short, given, "evaluate.ablate=False", "engine.append_tokens=(8,)", spec=BASE, tiny=world), tmp_path / "run"
+    )
+    fresh = trajectories(tmp_path / "run")["before"]
+    assert [row[3] for row in fresh] == [row[3] for row in trajectories(whole)["after"]]  # the same policy, the same luck
+
+
+@pytest.mark.parametrize(
+    "path", sorted(path for path in CONFIGS.glob("*.py") if path.stem != "base"), ids=lambda path: path.stem
+)
+def test_every_config_runs_with_runlocal(path: Path, tmp_path: Path) -> None:
+    run(configured("mesh.data=2", spec=f"{path}:runlocal", tiny=()), tmp_path)
+    assert {"before", "after"} <= json.loads((tmp_path / "eval.json").read_text()).keys()
+    store = Store(tmp_path / "trajectories")
+    for label in store.labels():
+        assert [fault for row in store.read(label) if (fault := audit(row))] == []
+
+
+# ---------------------------------------------------------------------- bad input, before anything is compiled
+
+
+@pytest.fixture
+def refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Calls the command line and returns what it says; nothing was compiled and nothing is left running."""
+
+    def train_with(*overrides: str, spec: str = SPEC) -> str:
+        compiled.clear()
+        threads, servers = set(threading.enumerate()), server_processes()
+        arguments = [f"--config.{override}" for override in overrides]
+        assert command(["train", f"--config={spec}", f"--workdir={tmp_path / 'run'}", *arguments]) == 2
+        assert compiled == []
+        assert set(threading.enumerate()) <= threads
+        assert server_processes() == servers
+        said = capsys.readouterr().err
+        assert "Traceback" not in said
+        return said
+
+    return train_with
+
+
+def checkpoint(path: Path, vocab_size: int) -> Path:
+    """A checkpoint of the plain template whose model knows `vocab_size` tokens; its weights are not there yet."""
+    path.mkdir()
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24, "head_dim": 8}
+    (path / "config.json").write_text(json.dumps({"model_type": "qwen3", "vocab_size": vocab_size, **sizes}))
+    for name, text in tokenizer_files().items():
+        (path / name).write_text(text)
+    return path
+
+
+def test_a_missing_checkpoint_is_told(refused: Callable[..., str]) -> None:
+    assert "nowhere: a Hugging Face checkpoint directory with config.json is wanted" in refused("init_from=/nowhere", spec=BASE)
+
+
+def test_a_checkpoint_without_tokenizer_is_told(refused: Callable[..., str], tmp_path: Path) -> None:
+    path = checkpoint(tmp_path / "bare", vocab_size=264)
+    (path / "tokenizer_config.json").unlink()
+    assert "a tokenizer is wanted beside the weights" in refused(f"init_from={path}", spec=BASE)
+
+
+def test_a_tokenizer_larger_than_the_vocabulary_is_told(refused: Callable[..., str], tmp_path: Path) -> None:
+    path = checkpoint(tmp_path / "small", vocab_size=200)
+    assert "the tokenizer has 264 ids, the model's vocabulary only 200: they do not belong together" in refused(
+        f"init_from={path}", spec=BASE
+    )
+
+
+def test_an_unknown_key_is_told_with_the_nearest_known_one(refused: Callable[..., str]) -> None:
+    assert "unknown key 'optimizer.learning_rate'" in refused("optimizer.learning_rate=1")
+    assert "did you mean 'engine.slots'?" in refused("engine.slot=4")
+
+
+def test_all_faults_are_told_at_once(refused: Callable[..., str]) -> None:
+    said = refused("engine.slot=4", "feed.rollouts=1", "optimizer.lr=0.0")
+    assert "engine.slot" in said
+    assert "feed.rollouts must be at least 2" in said
+    assert "optimizer: lr must be positive" in said
+
+
+def test_a_mesh_that_does_not_fit_is_told(refused: Callable[..., str]) -> None:
+    assert "does not fit 8 devices" in refused("mesh.data=3", "mesh.tensor=4")
+
+
+@pytest.fixture
+def token_file(tmp_path: Path) -> Path:
+    (tmp_path / "token").write_text("a token\n")
+    return tmp_path / "token"
+
+
+def test_a_sandbox_that_does_not_answer_is_told(refused: Callable[..., str], token_file: Path) -> None:
+    said = refused("sandbox.url=http://127.0.0.1:9", f"sandbox.token_file={token_file}", "sandbox.timeout_s=0.5")
+    assert "sandbox.url=http://127.0.0.1:9: no sandbox server answers there" in said
+
+
+def test_a_token_file_that_cannot_be_read_is_told(refused: Callable[..., str], tmp_path: Path) -> None:
+    said = refused("sandbox.url=http://127.0.0.1:9", f"sandbox.token_file={tmp_path / 'absent'}")
+    assert "absent: the server's bearer token cannot be read from it: No such file or directory" in said
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\xff")
+    said = refused("sandbox.url=http://127.0.0.1:9", f"sandbox.token_file={tmp_path / 'binary'}")
+    assert "cannot be read from it: not a text" in said
+
+
+def test_a_given_sandbox_is_asked_for_its_token_and_its_functions(
+    refused: Callable[..., str], token_file: Path, tmp_path: Path
+) -> None:
+    with EmbeddedServer(functions=("jaxagent.envs.chain",), code="off") as server:
+        given = f"sandbox.url={server.url}", f"sandbox.token_file={token_file}"
+        assert "the server refuses this run: wanted Authorization" in refused(*given)
+        token_file.write_text(server.token + "\n")
+        assert (
+            "the server does not hold the functions of jaxagent.envs.maze, it holds jaxagent.envs.chain; "
+            "start it with --functions=jaxagent.envs.maze"
+        ) in refused(*given)
+
+
+def test_a_run_with_a_given_sandbox_equals_one_with_its_own(whole: Path, tmp_path: Path) -> None:
+    with EmbeddedServer(functions=("jaxagent.envs.maze",), code="off", token_file=tmp_path / "its_token") as server:
+        run(configured(f"sandbox.url={server.url}", f"sandbox.token_file={tmp_path / 'its_token'}"), tmp_path / "run")
+    assert_same_run(tmp_path / "run", whole)

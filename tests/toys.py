@@ -1,0 +1,41 @@
+"""A toy world for the tests of what stands above worlds."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from jaxagent.envs.env import Env, Step, Task
+from jaxagent.types import Message
+
+
+class Parity:
+    """Task n asks for n; who answers with a number pays it back modulo two. Task 3 is broken; early tasks take longest."""
+
+    functions = ""
+    tools = ()
+
+    def task(self, split: str, index: int) -> Task:
+        return {"id": f"parity/{split}/{index}", "seed": index, "difficulty": ""}
+
+    def episode(self, name: str, sandbox: Any) -> Env:
+        return Answer()
+
+    def demonstrate(self, task: Task, rng: Any) -> list[Message]:
+        return []
+
+
+class Answer:
+    async def reset(self, task: Task, seed: int) -> Step:
+        self.number = seed
+        return Step([Message("user", str(seed))])
+
+    async def step(self, action: Message) -> Step:
+        for _ in range(20 - self.number % 20):
+            await asyncio.sleep(0)
+        if self.number == 3:
+            raise ConnectionError("three is broken")
+        return Step(terminated=True, answered=True, reward=float(int(action.content) % 2))
+
+    async def close(self) -> None:
+        pass
