@@ -5,12 +5,13 @@ A fault in a config is found before anything is compiled, and all faults are tol
 
 from __future__ import annotations
 
+import copy
 import difflib
 import inspect
 import json
 import runpy
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,27 +33,32 @@ _OPEN_PREFIXES = tuple(f"{section}." for section in OPEN)
 def load(spec: str, overrides: Sequence[str] = ()) -> tuple[ConfigDict, list[str]]:
     """The config of `path` or `path:arg` with overrides `key.path=value`, and every fault found on the way.
 
-    The file may import its neighbours, as the experiments import base. A key that was changed, here or against the base.py
-    beside it, and does nothing as the others stand, is a fault. Raises ConfigError where the tree is not complete enough
-    to be checked further.
+    The file may import its neighbours, as the experiments import base. An override that does nothing as the other keys
+    stand is a fault, and so is a change that the file makes to the base.py beside it; what an override switches off, as
+    another algorithm does with the file's clip range, is none. Raises ConfigError where the tree is not complete enough to
+    be checked further.
     """
     path, _, arg = spec.partition(":")
     if not Path(path).is_file():
         raise ConfigError([f"--config names a Python file with get_config(arg), got {path!r}: no such file"])
     config = _run(Path(path), arg)
+    plain = copy.deepcopy(config)
     faults = [fault for override in overrides if (fault := _override(config, override))]
     changed = {override.partition("=")[0] for override in overrides}
     base = Path(path).with_name("base.py")
     if base.is_file():
         defaults = leaves(_run(base, ""))
         mine = leaves(config)
-        changed |= {key for key, value in mine.items() if key in defaults and value != defaults[key]}
         missing = [f"missing key {key!r}; start from configs/base.py" for key in defaults if key not in mine]
         unknown = [key for key in mine if key not in defaults and not key.startswith(_OPEN_PREFIXES)]
         faults += [f"unknown key {key!r}{nearest(key, defaults)}" for key in unknown]
         if missing:
             raise ConfigError([*faults, *missing])
-    return config, [*faults, *_inert_faults(config, changed)]
+        idle, theirs = dict(_inert(plain)), leaves(plain)
+        changed |= {key for key in idle if key in defaults and theirs[key] != defaults[key]}
+    values = leaves(config)
+    faults += [f"{key}={values[key]} does nothing: {why}" for key, why in sorted(_inert(config)) if key in changed]
+    return config, faults
 
 
 def _run(path: Path, arg: str) -> ConfigDict:
@@ -146,11 +152,22 @@ def faults_of(config: ConfigDict, builders: Mapping[str, Callable[..., Any]]) ->
         unknown = [key for key in node if key not in known]
         faults += [f"unknown key '{section}.{key}'{nearest(key, known)}" for key in unknown]
         if not unknown:
-            try:
-                build(**node)
-            except (ValueError, TypeError) as error:
-                faults.append(f"{section}: {error}")
+            faults += [f"{section}: {fault}" for fault in _refusals(section, build, dict(node))]
     return faults
+
+
+def _refusals(section: str, build: Callable[..., Any], values: dict[str, Any]) -> Iterator[str]:
+    """All that a component refuses: the key that it names gets its default, and it is asked again."""
+    while True:
+        try:
+            build(**values)
+            return
+        except (ValueError, TypeError) as error:
+            yield str(error)
+            named = next((key for key in values if f"{section}.{key} " in f"{error} "), None)
+            default = inspect.signature(build).parameters[named].default if named else inspect.Parameter.empty
+            if named is None or default is inspect.Parameter.empty or values.pop(named) == default:
+                return
 
 
 def _rule_faults(c: ConfigDict) -> Iterator[str]:
@@ -178,8 +195,8 @@ def _rule_faults(c: ConfigDict) -> Iterator[str]:
         yield f"sandbox.code must be auto, require or off, got {c.sandbox.code!r}"
 
 
-def _inert_faults(c: ConfigDict, changed: Iterable[str]) -> Iterator[str]:
-    """Keys that were changed and do nothing as the others stand."""
+def _inert(c: ConfigDict) -> Iterator[tuple[str, str]]:
+    """The keys that do nothing as the others stand, and why."""
     mixed = c.algo.select == "mixed" or (c.algo.select is None and c.algo.name == "dapo")
     normed = c.algo.aggregate == "sequence_sum_norm" or (c.algo.aggregate is None and c.algo.name == "dr_grpo")
     unbounded = c.algo.name in ("reinforce", "rloo")
@@ -196,11 +213,10 @@ def _inert_faults(c: ConfigDict, changed: Iterable[str]) -> Iterator[str]:
         "sandbox.code": (remote, "sandbox.url names a server that has its own rules"),
         "sandbox.min_isolation": (remote, "sandbox.url names a server that has its own rules"),
     }
-    values = leaves(c)
-    for key in sorted(changed):
+    for key in leaves(c):
         for prefix, (dead, why) in inert.items():
             if dead and key.startswith(prefix) and key != "warmup.steps":
-                yield f"{key}={values.get(key)} does nothing: {why}"
+                yield key, why
 
 
 def save(config: ConfigDict, path: Path) -> None:

@@ -311,3 +311,18 @@ def test_a_loaded_config_is_locked() -> None:
     with pytest.raises(AttributeError):
         config.algo.nmae = "grpo"
     assert isinstance(config, ConfigDict)
+
+
+@pytest.mark.parametrize("override", ["algo.name=rloo", "warmup.steps=0"])
+def test_what_an_override_switches_off_in_the_file_is_no_fault(override: str) -> None:
+    _, faults = load(str(CONFIGS / "quickstart.py"), [override])
+    assert faults == []
+
+
+def test_a_component_tells_all_that_it_refuses() -> None:
+    config, _ = load(str(CONFIGS / "quickstart.py"), ["feed.rollouts=1", "feed.max_staleness=2", "rollout.attempts=0"])
+    assert [fault.partition(" must ")[0] for fault in faults(config)] == [
+        "feed: feed.max_staleness",
+        "feed: feed.rollouts",
+        "rollout: rollout.attempts",
+    ]

@@ -51,7 +51,7 @@ class Chain:
         tools: str = "AB",
         flaky: float = 0.15,
         demo_right_tool: float = 0.75,
-        demo_last_value: float = 0.4,
+        demo_last_value: float = 0.35,
         demo_retry: float = 0.8,
         tool_timeout_s: float = 10.0,
     ):

@@ -10,7 +10,7 @@ from scipy import stats
 
 from jaxagent.engine.sampling import draw_inverse_cdf, restrict, sample, uniforms
 
-run = jax.jit(sample)
+run, draw = jax.jit(sample), jax.jit(draw_inverse_cdf)
 
 
 def logits(rows: int, vocab: int, seed: int = 0) -> np.ndarray:
@@ -68,7 +68,7 @@ def test_a_uniform_is_a_function_of_key_and_position_alone() -> None:
 @pytest.mark.parametrize("vocab", [7, 300])
 def test_the_token_is_the_one_whose_interval_of_the_cumulative_distribution_holds_u(vocab: int) -> None:
     z, u = logits(500, vocab), np.random.default_rng(1).random(500).astype(np.float32)
-    token = np.asarray(draw_inverse_cdf(jnp.asarray(z), jnp.asarray(u))[0])
+    token = np.asarray(draw(jnp.asarray(z), jnp.asarray(u))[0])
     cdf, rows = np.cumsum(softmax(z), -1), np.arange(500)
     assert np.all(cdf[rows, token] >= u - 1e-5)
     assert np.all(np.where(token > 0, cdf[rows, token - 1], 0.0) <= u + 1e-5)
@@ -80,7 +80,7 @@ def test_a_token_of_probability_zero_is_never_drawn(u: float) -> None:
         for allowed in range(vocab):
             z = np.full((1, vocab), -np.inf, np.float32)
             z[0, allowed] = -3.0
-            token, logprob = draw_inverse_cdf(jnp.asarray(z), jnp.asarray([u], jnp.float32))
+            token, logprob = draw(jnp.asarray(z), jnp.asarray([u], jnp.float32))
             assert (int(token[0]), float(logprob[0])) == (allowed, 0.0)
             if allowed == 9:
                 break  # the others are alike, and slow

@@ -187,7 +187,7 @@ def test_published_weights_outlive_those_they_were_copied_from(rig: Rig) -> None
 
 
 def test_a_bfloat16_engine_is_near_the_float32_forward() -> None:
-    rig = Rig(tiny.config())
+    rig = Rig(tiny.config(layers=1))
     narrow = make_steps(rig.config, dtype=jnp.dtype("bfloat16"), chunk=CHUNK, decode_tokens=DECODE)
     rig.steps, rig.params = narrow, narrow.publish(params_of(rig.policy)[1])
     rig.cache = new_cache(rig.config, SLOTS, LENGTH, jnp.bfloat16)
