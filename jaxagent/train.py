@@ -250,9 +250,12 @@ def update(run: Run, groups: Sequence[Group], step: int) -> dict[str, float]:
         for batch in batches:
             learner.accumulate(batch)
         results.append(learner.apply(idle))
-    if not (results := [result for result in results if result["policy/tokens"]]):
-        return {}  # nothing in this step had anything to teach
-    joined = {name: (max if name.endswith("_max") else mean)(r[name] for r in results) for name in results[0]}
+    taught = [result for result in results if result["policy/tokens"]]
+    if not taught:
+        return {}
+    joined = {name: (max if name.endswith("_max") else mean)(r[name] for r in taught) for name in taught[0]}
+    # Only the first minibatch is scored by the weights that sampled it: later ones would show the update, not a mismatch.
+    joined |= {name: results[0][name] for name in joined if name.startswith("policy/sampler_logprob_gap")}
     return {**joined, "train/row_fill": fill([batch for batches, _ in minibatches for batch in batches])}
 
 
