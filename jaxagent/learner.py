@@ -63,9 +63,20 @@ class OptimizerOptions:
         ramp = optax.linear_schedule(self.lr / (warmup + 1), self.lr, warmup)
         return optax.join_schedules([ramp, decay], [warmup])
 
-    def build(self, steps: int) -> optax.GradientTransformation:
-        adam = optax.adamw(self.schedule(steps), self.b1, self.b2, weight_decay=self.weight_decay)
-        return optax.chain(optax.clip_by_global_norm(self.clip_norm), adam)
+    def numbers(self, lr: float) -> dict[str, np.float32]:
+        """What `adamw` is told at a rate of `lr`."""
+        told = {"lr": lr, "b1": self.b1, "b2": self.b2, "weight_decay": self.weight_decay, "clip_norm": self.clip_norm}
+        return {name: np.float32(value) for name, value in told.items()}
+
+
+def adamw(numbers: dict[str, Any]) -> optax.GradientTransformation:
+    """AdamW behind a clip of the global norm; its numbers may be traced."""
+    return optax.chain(
+        optax.clip_by_global_norm(numbers["clip_norm"]),
+        optax.scale_by_adam(numbers["b1"], numbers["b2"]),
+        optax.add_decayed_weights(numbers["weight_decay"]),
+        optax.scale(-numbers["lr"]),
+    )
 
 
 class Learner:
@@ -92,33 +103,16 @@ class Learner:
         self._new_acc = jax.jit(self._zeros, out_shardings=acc_shardings)
         self._accumulate = jax.jit(self._accumulate_fn, donate_argnums=1, out_shardings=acc_shardings)
         self._score = jax.jit(lambda params, batch: self._logprobs(params, batch)[0])
+        moments = self._moment_shardings()
+        self._new_moments = jax.jit(_IDLE_ADAMW.init, out_shardings=moments)
+        self._apply = jax.jit(_apply, donate_argnums=(0, 1), out_shardings=(self._param_shardings, moments, mesh.sharding()))
         self._acc: Any = None
 
     def begin(self, optimizer: OptimizerOptions, steps: int) -> None:
-        """Starts a phase of `steps` updates with fresh moments."""
-        transform = optimizer.build(steps)
-        self._schedule = optimizer.schedule(steps)
-        shapes = jax.eval_shape(transform.init, self.params)
-        shardings = optax.tree.map_params(
-            transform,
-            lambda _, sharding: sharding,
-            shapes,
-            self._param_shardings,
-            transform_non_params=lambda _: self.mesh.sharding(),
-        )
-        self.opt_state = jax.jit(transform.init, out_shardings=shardings)(self.params)
+        """Starts a phase of `steps` updates with fresh moments. Compiles nothing: what differs between phases is traced."""
+        self._optimizer, self._schedule = optimizer, optimizer.schedule(steps)
+        self.opt_state = self._new_moments(self.params)
         self.updates = 0
-
-        def apply(params: Params, opt_state: Any, acc: Any, idle: Array) -> tuple[Params, Any, dict[str, Array]]:
-            share = jnp.maximum(acc["sums"]["share"] + idle, 1e-9)
-            grads = jax.tree.map(lambda g: g / share, acc["grads"])
-            updates, opt_state = transform.update(grads, opt_state, params)
-            norms = {"grad_norm": optax.tree.norm(grads), "update_norm": optax.tree.norm(updates)}
-            return optax.apply_updates(params, updates), opt_state, norms
-
-        self._apply = jax.jit(
-            apply, donate_argnums=(0, 1), out_shardings=(self._param_shardings, shardings, self.mesh.sharding())
-        )
 
     def accumulate(self, batch: Batch, *, on_policy: bool = False) -> None:
         """Adds a micro-batch's gradient. `on_policy` holds the ratio at 1: old = new, as in supervised learning."""
@@ -127,17 +121,17 @@ class Learner:
         self._acc = self._accumulate(self.params, self._acc, self._put(batch), np.bool_(on_policy))
 
     def apply(self, idle_share: float = 0.0) -> dict[str, float]:
-        """Divides, updates the weights, and returns the step's metrics.
+        """Divides, updates the weights, and returns the step's metrics; a gradient that is not finite updates nothing.
 
         Args:
             idle_share: the share of tokens that were left out because their gradient is zero: they count in the denominator.
         """
         acc = self._acc or self._new_acc()
         sums = acc["sums"]
-        idle = np.float32(idle_share)
-        self.params, self.opt_state, norms = self._apply(self.params, self.opt_state, acc, idle)
-        self._acc = None
         lr = float(self._schedule(self.updates))
+        numbers = self._optimizer.numbers(lr)
+        self.params, self.opt_state, norms = self._apply(self.params, self.opt_state, acc, np.float32(idle_share), numbers)
+        self._acc = None
         self.updates += 1
         return _metrics(jax.device_get(sums), jax.device_get(norms), lr, idle_share)
 
@@ -146,7 +140,7 @@ class Learner:
         empty = Batch.empty(self.options.batch_rows, self.options.row_tokens)
         acc = self._accumulate(self.params, self._new_acc(), self._put(empty), np.bool_(True))
         copies = jax.tree.map(jnp.copy, (self.params, self.opt_state))
-        jax.block_until_ready(self._apply(*copies, acc, np.float32(1.0)))
+        jax.block_until_ready(self._apply(*copies, acc, np.float32(1.0), self._optimizer.numbers(0.0)))
 
     def score(self, batch: Batch) -> np.ndarray:
         """log p of every token under the current weights, [M, T], by the same function as the loss."""
@@ -160,6 +154,16 @@ class Learner:
         self.params, self.opt_state, self.updates = state["params"], state["opt_state"], updates
 
     # ------------------------------------------------------------------ traced
+
+    def _moment_shardings(self) -> Any:
+        """Moments lie where their weights lie."""
+        return optax.tree.map_params(
+            _IDLE_ADAMW,
+            lambda _, sharding: sharding,
+            jax.eval_shape(_IDLE_ADAMW.init, self.params),
+            self._param_shardings,
+            transform_non_params=lambda _: self.mesh.sharding(),
+        )
 
     def _put(self, batch: Batch) -> dict[str, Array]:
         return jax.device_put(batch.arrays(), self._rows)
@@ -216,6 +220,20 @@ class Learner:
         return {"grads": jax.tree.map(jnp.add, acc["grads"], grads), "sums": joined}
 
 
+def _apply(params: Params, opt_state: Any, acc: Any, idle: Array, numbers: Any) -> tuple[Params, Any, dict[str, Array]]:
+    """Divides the gradient and takes the step, unless the gradient is not finite: then nothing changes."""
+    share = jnp.maximum(acc["sums"]["share"] + idle, 1e-9)
+    grads = jax.tree.map(lambda g: g / share, acc["grads"])
+    updates, moved = adamw(numbers).update(grads, opt_state, params)
+    norm = optax.tree.norm(grads)
+    fit = jnp.isfinite(norm)
+    norms = {"grad_norm": norm, "update_norm": optax.tree.norm(updates), "skipped": 1.0 - fit}
+    both = (optax.apply_updates(params, updates), moved), (params, opt_state)
+    params, opt_state = jax.tree.map(lambda new, old: jnp.where(fit, new, old), *both)
+    return params, opt_state, norms
+
+
+_IDLE_ADAMW = adamw(OptimizerOptions().numbers(0.0))  # for the shape of its state, which no number changes
 _SUMS = (
     *("share", "tokens", "loss", "nll", "entropy", "clip_low", "clip_high", "kl", "gap"),
     *("gap_max", "ratio_max"),
@@ -239,6 +257,7 @@ def _metrics(sums: dict[str, Any], norms: dict[str, Any], lr: float, idle_share:
         "policy/sampler_logprob_gap_max": s["gap_max"],
         "policy/grad_norm": float(norms["grad_norm"]),
         "policy/update_norm": float(norms["update_norm"]),
+        "policy/skipped": float(norms["skipped"]),
         "policy/lr": lr,
         "policy/tokens": s["tokens"],
     }

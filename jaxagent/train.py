@@ -11,7 +11,7 @@ import json
 import signal
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +106,15 @@ def main(config: ConfigDict, workdir: str | Path, progress: Progress | None = No
     use_devices(config)
     parts = build(config, workdir / "sandbox.log")
     configs.save(config, workdir / "config.json")  # only now: a config that cannot run leaves its workdir free for another
-    run = Run(config, workdir, parts, progress)
+    try:
+        return story(Run(config, workdir, parts, progress))
+    finally:
+        progress.stop()
+        parts.close()
+
+
+def story(run: Run) -> int:
+    """The whole run from its chapters; SIGTERM ends it at the next step, saved."""
     previous = signal.getsignal(signal.SIGTERM)
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, lambda *_: setattr(run, "stopping", True))
@@ -118,11 +126,9 @@ def main(config: ConfigDict, workdir: str | Path, progress: Progress | None = No
         finish(run)
         return EXIT_DONE
     except Preempted:
-        progress.say(f"saved at step {run.step}; the same command resumes")
+        run.progress.say(f"saved at step {run.step}; the same command resumes")
         return EXIT_AGAIN
     finally:
-        progress.stop()
-        parts.close()
         run.checkpoints.close()
         run.metrics.close()
         if threading.current_thread() is threading.main_thread():
@@ -229,6 +235,8 @@ def train(run: Run) -> None:
             table = score(run, f"valid-{step + 1:06d}", "valid", c.evaluate.tasks)
             values |= {"eval/success": table["success"], "eval/turns": table["turns"]}
             values |= {f"eval/success_{name.replace(' ', '_')}": s for name, s in table["by_difficulty"].items()}
+        if values.get("policy/skipped"):
+            run.progress.say(f"step {step + 1}: a gradient was not finite, {values['policy/skipped']:.0f} updates skipped")
         show(run, step + 1, values)
         run.done(values)
 
@@ -253,10 +261,17 @@ def update(run: Run, groups: Sequence[Group], step: int) -> dict[str, float]:
     taught = [result for result in results if result["policy/tokens"]]
     if not taught:
         return {}
-    joined = {name: (max if name.endswith("_max") else mean)(r[name] for r in taught) for name in taught[0]}
+    joined = {name: joining(name)([result[name] for result in taught]) for name in taught[0]}
     # Only the first minibatch is scored by the weights that sampled it: later ones would show the update, not a mismatch.
     joined |= {name: results[0][name] for name in joined if name.startswith("policy/sampler_logprob_gap")}
     return {**joined, "train/row_fill": fill([batch for batches, _ in minibatches for batch in batches])}
+
+
+def joining(name: str) -> Callable[[list[float]], float]:
+    """How the minibatches' values of a metric become the step's."""
+    if name in ("policy/tokens", "policy/skipped"):
+        return sum
+    return max if name.endswith("_max") else mean
 
 
 def described(run: Run, groups: Sequence[Group]) -> dict[str, float]:

@@ -88,8 +88,8 @@ class EmbeddedServer:
             if not self.url:
                 raise SandboxStartError("wanted a server that was started before, got none: call start()")
             self._end()
+            self._restarts += 1  # before anyone can be answered by the new one
             self._start(port=int(self.url.rpartition(":")[2]))
-            self._restarts += 1
 
     def restarts(self) -> int:
         """Returns how often it was started again."""

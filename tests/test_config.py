@@ -321,8 +321,8 @@ def test_what_an_override_switches_off_in_the_file_is_no_fault(override: str) ->
 
 def test_a_component_tells_all_that_it_refuses() -> None:
     config, _ = load(str(CONFIGS / "quickstart.py"), ["feed.rollouts=1", "feed.max_staleness=2", "rollout.attempts=0"])
-    assert [fault.partition(" must ")[0] for fault in faults(config)] == [
+    assert {fault.partition(" must ")[0] for fault in faults(config)} == {
         "feed: feed.max_staleness",
         "feed: feed.rollouts",
         "rollout: rollout.attempts",
-    ]
+    }

@@ -391,6 +391,48 @@ def test_the_gradient_is_clipped_to_its_norm_and_the_rate_is_told() -> None:
     np.testing.assert_allclose(rates, [1e-2, 5.5e-3, 1e-3], rtol=1e-5)
 
 
+def test_the_step_is_that_of_adamw_as_its_authors_wrote_it(learner: Callable[..., Learner]) -> None:
+    options = OptimizerOptions(lr=3e-3, lr_final=1e-3, warmup_steps=2, b1=0.8, b2=0.95, weight_decay=0.1, clip_norm=0.05)
+    reference = optax.adamw(options.schedule(4), 0.8, 0.95, weight_decay=0.1)
+    trainer = learner("reinforce")
+    trainer.begin(options, 4)
+    weights = jax.device_get(trainer.params)
+    moments = reference.init(weights)
+    for seed in range(3):
+        (batch,) = packs(random_rows(3, seed))
+        trainer.accumulate(batch)
+        acc = jax.device_get(trainer._acc)
+        divided = jax.tree.map(lambda g, share=acc["sums"]["share"]: g / share, acc["grads"])
+        scale = min(1.0, 0.05 / float(optax.tree.norm(divided)))
+        step, moments = reference.update(jax.tree.map(lambda g, s=scale: g * s, divided), moments, weights)
+        weights = optax.apply_updates(weights, step)
+        trainer.apply()
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), jax.device_get(trainer.params), weights)
+    trainer.begin(PLAIN, 3)
+
+
+def test_another_phase_compiles_nothing(learner: Callable[..., Learner]) -> None:
+    trainer = learner()
+    gradient(trainer, packs(random_rows(3)))
+    trainer.begin(replace(PLAIN, b2=0.5, weight_decay=0.3, clip_norm=0.1), 9)
+    gradient(trainer, packs(random_rows(3)))
+    assert (trainer._apply._cache_size(), trainer._accumulate._cache_size()) == (1, 1)
+    trainer.begin(PLAIN, 3)
+
+
+def test_a_gradient_that_is_not_finite_updates_nothing_and_is_counted(learner: Callable[..., Learner]) -> None:
+    trainer = learner("reinforce")
+    _, first = gradient(trainer, packs(random_rows(3)))
+    before = jax.device_get(trainer.state())
+    (batch,) = packs(random_rows(3, seed=1))
+    batch.advantage[tuple(np.argwhere(batch.mask)[0])] = np.nan
+    _, metrics = gradient(trainer, [batch])
+    assert (first["policy/skipped"], metrics["policy/skipped"]) == (0.0, 1.0)
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(trainer.state()), before)
+    _, after = gradient(trainer, packs(random_rows(3)))
+    assert after["policy/skipped"] == 0.0
+
+
 # ---------------------------------------------------------------------- what cannot work is refused
 
 
