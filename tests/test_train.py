@@ -235,25 +235,18 @@ def server_processes() -> list[int]:
     return found
 
 
+class Killing(Progress):
+    """Kills the sandbox server when the second training step has been told."""
+
+    def step(self, step: int, steps: int, shown: dict[str, str], curve: float | None = None) -> None:
+        super().step(step, steps, shown, curve)
+        if "reward" in shown and step == 2:
+            (server,) = server_processes()
+            os.kill(server, signal.SIGKILL)
+
+
 def test_a_sandbox_server_that_is_killed_is_started_again_and_changes_nothing(whole: Path, tmp_path: Path) -> None:
-    killed: list[int] = []
-    over = threading.Event()
-
-    def kill_once_trained() -> None:
-        while not over.wait(0.01):
-            if len(read(tmp_path / "metrics.jsonl")) >= 19 and (servers := server_processes()):
-                os.kill(servers[0], signal.SIGKILL)
-                killed.append(servers[0])
-                return
-
-    killer = threading.Thread(target=kill_once_trained)
-    killer.start()
-    try:
-        run(configured(), tmp_path)
-    finally:
-        over.set()
-        killer.join()
-    assert len(killed) == 1
+    assert train.main(configured(), tmp_path, Killing(io.StringIO())) == 0
     assert read(tmp_path / "metrics.jsonl")[-1]["sandbox/restarts"] == 1
     assert server_processes() == []
     assert_same_run(tmp_path, whole)

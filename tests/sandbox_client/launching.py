@@ -63,17 +63,30 @@ def command(*flags: str, user: str = "", lock: str = "") -> list[str]:
 
 
 def _as_ordinary_user() -> list[str]:
-    """Returns the words that drop root before a command, the interpreter made reachable if only root can reach it."""
+    """Returns the words that drop root before a command.
+
+    Interpreter, environment and repository are made reachable where only root can reach them: in mounts of its own, what
+    closes them off is covered, and they are shown again at their places.
+    """
     if not shutil.which("setpriv") or not shutil.which("unshare"):
         pytest.skip("needs util-linux's setpriv and unshare to become an ordinary user")
-    prefix = Path(sys.base_prefix)
-    closed = [place for place in reversed(prefix.parents) if not place.stat().st_mode & 0o001]
     drop = f'exec setpriv --reuid={ORDINARY_UID} --regid={ORDINARY_UID} --clear-groups "$@"'
-    if not closed:
+    closed = {place: gate for place in map(Path, (sys.base_prefix, sys.prefix, REPOSITORY)) if (gate := _gate(place))}
+    if own := closed.keys() & set(closed.values()):
+        pytest.skip(f"an ordinary user may not enter {', '.join(map(str, own))}")
+    wanted = [place for place in closed if not closed.keys() & set(place.parents)]
+    if not wanted:
         return ["sh", "-c", drop, "sh"]
-    hide = f"mount --bind {prefix} /mnt && mount -t tmpfs -o mode=755 none {closed[0]} && mkdir -p {prefix}"
-    show = f"mount --bind /mnt {prefix} && umount /mnt"
-    return ["unshare", "--mount", "--propagation", "private", "sh", "-c", f"{hide} && {show} && {drop}", "sh"]
+    keep = [f"mkdir /mnt/{i} && mount --bind {place} /mnt/{i}" for i, place in enumerate(wanted)]
+    hide = [f"mount -t tmpfs -o mode=755 none {gate}" for gate in sorted(set(closed.values()))]
+    show = [f"mkdir -p {place} && mount --bind /mnt/{i} {place}" for i, place in enumerate(wanted)]
+    words = " && ".join(["mount -t tmpfs none /mnt", *keep, *hide, *show, "cd /", drop])
+    return ["unshare", "--mount", "--propagation", "private", "sh", "-c", words, "sh"]
+
+
+def _gate(place: Path) -> Path | None:
+    """Returns the topmost directory on the way to `place` that only its owner may pass."""
+    return next((on for on in (*reversed(place.parents), place) if not on.stat().st_mode & 0o001), None)
 
 
 @contextlib.contextmanager
