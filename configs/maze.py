@@ -30,7 +30,7 @@ def get_config(arg: str = "") -> ConfigDict:
     c.algo.clip_high = 0.28
     c.optimizer.lr = 1e-3
     c.optimizer.lr_final = 1e-4
-    c.train.steps = 60
+    c.train.steps = 50
     c.train.minibatches = 2
     c.feed.prompts = 8
     c.feed.rollouts = 8
@@ -40,6 +40,7 @@ def get_config(arg: str = "") -> ConfigDict:
     c.warmup_optimizer.lr = 5e-3
     c.warmup_optimizer.warmup_steps = 20
     c.evaluate.every = 10
+    c.evaluate.tasks = 64
 
     if arg == "runlocal":
         c.warmup.steps, c.warmup.demos, c.warmup.batch = 4, 32, 8
