@@ -60,4 +60,5 @@ $(VENV)/dev: $(VENV)/core
 $(VENV)/parity: $(VENV)/dev
 	@echo "installing torch, the reference: some minutes"
 	@$(PIP) -c $(PINS) -e ".[parity]"
+	@$(PIP) --no-deps trl==1.16.0  # for the chat templates in it: it is never imported
 	@touch $@

@@ -224,31 +224,36 @@ def test_sigterm_saves_and_the_same_command_goes_on_to_the_same_end(whole: Path,
     assert_same_run(workdir, whole)
 
 
-def server_processes() -> list[int]:
+def server_processes() -> set[int]:
     """The embedded sandbox servers that this process started."""
-    found = []
+    found: set[int] = set()
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError):
             if entry.name.isdigit() and b"sandbox_client.server" in (entry / "cmdline").read_bytes():
                 parent = (entry / "stat").read_text().rpartition(")")[2].split()[1]
-                found += [int(entry.name)] if int(parent) == os.getpid() else []
+                found |= {int(entry.name)} if int(parent) == os.getpid() else set()
     return found
 
 
 class Killing(Progress):
-    """Kills the sandbox server when the second training step has been told."""
+    """Kills the sandbox server of its run when the second training step has been told."""
+
+    def __init__(self) -> None:
+        super().__init__(io.StringIO())
+        self.others = server_processes()
 
     def step(self, step: int, steps: int, shown: dict[str, str], curve: float | None = None) -> None:
         super().step(step, steps, shown, curve)
         if "reward" in shown and step == 2:
-            (server,) = server_processes()
+            (server,) = server_processes() - self.others
             os.kill(server, signal.SIGKILL)
 
 
 def test_a_sandbox_server_that_is_killed_is_started_again_and_changes_nothing(whole: Path, tmp_path: Path) -> None:
-    assert train.main(configured(), tmp_path, Killing(io.StringIO())) == 0
+    before = server_processes()
+    assert train.main(configured(), tmp_path, Killing()) == 0
     assert read(tmp_path / "metrics.jsonl")[-1]["sandbox/restarts"] == 1
-    assert server_processes() == []
+    assert server_processes() == before
     assert_same_run(tmp_path, whole)
 
 

@@ -48,8 +48,9 @@ class ChatMLTemplate:
         return self._encode(self._render(messages, tools, header=True))
 
     def extend(self, messages: Sequence[Message], *, closed: bool = True) -> list[int]:
-        called = ToolCall("f", {})
-        turn = Message("assistant", calls=(called,)) if messages and messages[0].role == "tool" else Message("assistant", "y")
+        called = messages and messages[0].role == "tool"
+        # With a thought: Qwen3's template adds an empty one to a last turn that has none, and takes it back later.
+        turn = Message("assistant", "" if called else "y", thinking="z", calls=(ToolCall("f", {}),) if called else ())
         before = self._render([_USER, turn], (), header=False)
         after = self._render([_USER, turn, *messages], (), header=True)
         cut = before.rindex("<|im_end|>") + (len("<|im_end|>") if closed else 0)
