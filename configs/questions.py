@@ -8,14 +8,14 @@ from pathlib import Path
 from base import get_config as base
 from ml_collections import ConfigDict
 
-ARITHMETIC = Path(__file__).with_name("arithmetic.jsonl")
+ARITHMETIC = Path(__file__).resolve().with_name("arithmetic.jsonl")
 
 
 def get_config(arg: str = "") -> ConfigDict:
     """Args: arg: the task file, by default sixty sums; "runlocal" gives a run of seconds that touches every part."""
     c = base()
     c.env.name = "questions"
-    c.env.options = ConfigDict({"path": arg or str(ARITHMETIC), "reward": "last_number"})
+    c.env.options = ConfigDict({"path": str(Path(arg).resolve()) if arg else str(ARITHMETIC), "reward": "last_number"})
 
     c.agent.max_turns = 4
     c.agent.max_tokens = 2048

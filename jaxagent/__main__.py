@@ -34,15 +34,15 @@ def parser() -> argparse.ArgumentParser:
     train.add_argument("--workdir", required=True)
     evaluate = commands.add_parser("eval", help="success on held-out tasks, with its confidence interval")
     evaluate.add_argument("--workdir", required=True)
-    evaluate.add_argument("--tasks", type=int, help="default: evaluate.final_tasks of the run")
-    evaluate.add_argument("--rollouts", type=int, help="k, episodes per task; default: evaluate.rollouts of the run")
+    evaluate.add_argument("--tasks", type=count, help="default: evaluate.final_tasks of the run")
+    evaluate.add_argument("--rollouts", type=count, help="k, episodes per task; default: evaluate.rollouts of the run")
     evaluate.add_argument("--split", default="test", choices=["train", "valid", "test"])
     evaluate.add_argument("--temperature", type=float, help="default: evaluate.temperature of the run")
     generate = commands.add_parser("generate", help="one answer of a checkpoint")
     generate.add_argument("--checkpoint", required=True, help="a Hugging Face checkpoint directory")
     generate.add_argument("--prompt", required=True)
     generate.add_argument("--temperature", type=float, default=1.0)
-    generate.add_argument("--max-tokens", type=int, default=256)
+    generate.add_argument("--max-tokens", type=count, default=256)
     view = commands.add_parser("view", help="writes report.html of a run")
     view.add_argument("workdir")
     export = commands.add_parser("export", help="writes a run's policy as a Hugging Face checkpoint directory")
@@ -50,6 +50,13 @@ def parser() -> argparse.ArgumentParser:
     export.add_argument("--to", required=True)
     export.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
     return whole
+
+
+def count(text: str) -> int:
+    """A positive whole number."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"a positive whole number is wanted, got {text!r}")
+    return int(text)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -69,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("stopped; the same command goes on from the last checkpoint", file=sys.stderr)
+        print("stopped" + "; the same command goes on from the last checkpoint" * (command == "train"), file=sys.stderr)
         return 130
 
 

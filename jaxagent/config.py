@@ -27,6 +27,13 @@ class ConfigError(ValueError):
 
 
 OPEN = ("env.options",)  # sections whose keys belong to a component that is chosen by name
+_DTYPES = ("float32", "bfloat16")
+_COUNTS = (
+    *("model.width", "model.layers", "model.heads", "model.kv_heads", "model.head_width", "model.ffn_width"),
+    *("mesh.cpu_devices", "sampling.max_tokens", "engine.slots", "engine.decode_tokens", "engine.append_rows"),
+    *("engine.stop_tokens", "learner.batch_rows", "learner.row_tokens", "learner.head_chunk", "warmup.demos", "warmup.batch"),
+    *("evaluate.tasks", "evaluate.final_tasks", "evaluate.rollouts", "checkpoint.every", "checkpoint.keep"),
+)
 _OPEN_PREFIXES = tuple(f"{section}." for section in OPEN)
 
 
@@ -172,6 +179,19 @@ def _refusals(section: str, build: Callable[..., Any], values: dict[str, Any]) -
 
 def _rule_faults(c: ConfigDict) -> Iterator[str]:
     """Contradictions between sections."""
+    at_least = {1: _COUNTS, 0: ("seed", "train.steps", "warmup.steps", "evaluate.every")}
+    values = leaves(c)
+    yield from (
+        f"{key} must be at least {least}, got {values[key]}"
+        for least, keys in at_least.items()
+        for key in keys
+        if values[key] < least
+    )
+    yield from (
+        f"{key} must be one of {', '.join(_DTYPES)}, got {values[key]!r}"
+        for key in ("engine.dtype", "learner.dtype")
+        if values[key] not in _DTYPES
+    )
     if c.agent.max_tokens > c.engine.slot_tokens:
         yield f"agent.max_tokens={c.agent.max_tokens} does not fit engine.slot_tokens={c.engine.slot_tokens}"
     if c.agent.max_tokens > c.learner.row_tokens:

@@ -1,4 +1,4 @@
-"""Supervised learning on dialogues: the short story. As the warm-up of train.py, or alone on a file of dialogues."""
+"""Supervised learning on dialogues: the short story, and the warm-up of train.py."""
 
 from __future__ import annotations
 

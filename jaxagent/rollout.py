@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
+import secrets
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterable
@@ -42,6 +44,7 @@ class Rollouts:
     def __init__(self, world: World, agent: Agent, sandbox: Callable[[], Any], seed: int, options: RolloutOptions):
         """Args: sandbox: makes the sandbox client, called once inside the loop."""
         self.world, self.agent, self.seed, self.options = world, agent, seed, options
+        self._nonce, self._attempts = secrets.token_hex(6), itertools.count()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rollouts", daemon=True)
         self._thread.start()
@@ -91,7 +94,8 @@ class Rollouts:
 
     async def _attempt(self, rows: list[Trajectory], task: Task, sampling: Sampling, ablated: bool) -> None:
         began, first = time.monotonic(), rows[0]
-        name = f"{first.group}#{first.rollout}.{first.attempts}"
+        # A sandbox remembers sessions by their key: neither another run's nor one that a killed run left may be found by it.
+        name = f"{self._nonce}.{next(self._attempts)}/{first.group}#{first.rollout}"
         key = sampling_key(self.seed, first.group, first.rollout)
         deadline = asyncio.timeout(self.options.deadline_s)
         env: Env | None = None

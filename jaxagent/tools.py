@@ -32,6 +32,10 @@ _CHECKS: dict[str, Callable[[Any], bool]] = {
 }
 
 
+class ToolFailed(Exception):
+    """Raised by a tool: the call failed, and this is the text that the policy reads."""
+
+
 @dataclass(frozen=True)
 class Tool:
     """What the policy is told, and what runs: `run(**arguments)` gives the text of the result."""
@@ -126,6 +130,8 @@ async def _run(found: Tool, record: ToolRecord) -> None:
             record.result = await found.run(**record.arguments)
     except InfrastructureError:
         raise
+    except ToolFailed as error:
+        record.outcome, record.result = "error", str(error)
     except (Exception, SystemExit) as error:  # the tool's own fault: the policy may read it
         if isinstance(error, TimeoutError) and deadline.expired():
             record.outcome, record.result = "timeout", f"error: no result within {found.timeout_s:g} s"

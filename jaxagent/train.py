@@ -8,6 +8,7 @@ The same config and workdir resume: all draws depend on the seed and the place i
 from __future__ import annotations
 
 import json
+import math
 import signal
 import sys
 import threading
@@ -24,7 +25,7 @@ from jaxagent import finetune
 from jaxagent.checkpoint import Checkpoints
 from jaxagent.credit import training_rows
 from jaxagent.data.pack import fill, pack
-from jaxagent.data.store import Store
+from jaxagent.data.store import Store, audit
 from jaxagent.data.tasks import TaskStream
 from jaxagent.envs.env import size_of
 from jaxagent.evaluate import evaluate
@@ -45,7 +46,7 @@ class Preempted(Exception):
 
 
 class Broken(Exception):
-    """The infrastructure lost too many episodes to go on; the run can be resumed."""
+    """What was sampled cannot be trained on; the run can be resumed."""
 
 
 FAULTS = (Broken, SandboxStartError, InfrastructureError)  # told in a sentence by the command line
@@ -92,8 +93,8 @@ class Run:
 def run(spec: str, overrides: Sequence[str], workdir: str) -> int:
     """The command `jaxagent train`: a config file with overrides, all its faults told at once."""
     config, found = configs.load(spec, overrides)
-    if found := [*found, *faults(config)]:
-        raise configs.ConfigError(found)
+    if found:
+        raise configs.ConfigError([*found, *faults(config)])
     return main(config, workdir)
 
 
@@ -263,7 +264,8 @@ def update(run: Run, groups: Sequence[Group], step: int) -> dict[str, float]:
         return {}
     joined = {name: joining(name)([result[name] for result in taught]) for name in taught[0]}
     # Only the first minibatch is scored by the weights that sampled it: later ones would show the update, not a mismatch.
-    joined |= {name: results[0][name] for name in joined if name.startswith("policy/sampler_logprob_gap")}
+    for name in ("policy/sampler_logprob_gap", "policy/sampler_logprob_gap_max"):
+        joined[name] = results[0][name] if results[0]["policy/tokens"] else math.nan
     return {**joined, "train/row_fill": fill([batch for batches, _ in minibatches for batch in batches])}
 
 
@@ -275,16 +277,19 @@ def joining(name: str) -> Callable[[list[float]], float]:
 
 
 def described(run: Run, groups: Sequence[Group]) -> dict[str, float]:
-    """The numbers of a step's rollouts; stops the run when the infrastructure broke too many of them."""
+    """The numbers of a step's rollouts; stops the run where the infrastructure broke too many, or a row fails its audit."""
     rows = [row for group in groups for row in group.trajectories]
     good = [row for row in rows if row.stop.counts]
     broken = 1 - len(good) / len(rows)
-    if broken > run.config.train.max_broken:
+    if not good or broken > run.config.train.max_broken:
         error = next(row.error for row in rows if not row.stop.counts)
+        run.store.write(f"broken-{run.step - run.config.warmup.steps + 1:06d}", rows)
         raise Broken(
             f"{broken:.0%} of the episodes of this step were lost to the infrastructure (train.max_broken allows "
-            f"{run.config.train.max_broken:.0%}); the last said: {error}. The same command resumes from the last checkpoint."
+            f"{run.config.train.max_broken:.0%}); one of them said: {error}. The same command resumes from the last checkpoint."
         )
+    if fault := next((f"{row.task}: {found}" for row in good if (found := audit(row))), ""):
+        raise Broken(f"what was sampled is not what would be trained: {fault}")
     sampled = sum(sum(row.mask) for row in good)
     turns = [turn for row in good for turn in row.turns]
     tools = [record for turn in turns for record in turn.tools]

@@ -326,3 +326,11 @@ def test_a_component_tells_all_that_it_refuses() -> None:
         "feed: feed.rollouts",
         "rollout: rollout.attempts",
     }
+
+
+@pytest.mark.parametrize(
+    "override", ["checkpoint.every=0", "warmup.demos=0", "seed=-1", "engine.slots=0", "engine.dtype=bf16", "learner.dtype=int8"]
+)
+def test_a_number_or_a_type_that_cannot_work_is_a_fault(override: str) -> None:
+    (fault,) = faults_with(override, spec=str(CONFIGS / "quickstart.py"))
+    assert fault.startswith(override.partition("=")[0] + " must be")

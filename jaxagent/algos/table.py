@@ -52,9 +52,6 @@ TABLE = {
 }
 # fmt: on
 
-# Supervised learning is the same program: advantage 1 and the ratio held at 1 give the gradient of -log pi.
-SUPERVISED = Algorithm("cross-entropy", advantages.reinforce, _TOKEN, losses.unbounded, "token_mean")
-
 
 def choose(
     name: str,

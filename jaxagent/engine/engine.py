@@ -128,7 +128,7 @@ class Engine:
         return stats
 
     def close(self) -> None:
-        """Stops the thread; turns in progress are cancelled."""
+        """Stops the thread; turns in progress fail with a RuntimeError that says so."""
         with self._wake:
             self._closed = True
             self._wake.notify()

@@ -78,7 +78,7 @@ class World(Protocol):
         ...
 
     def episode(self, name: str, sandbox: Any) -> Env:
-        """A fresh episode; `name` is unique in the run and keys its sandbox session."""
+        """A fresh episode; `name` keys its sandbox session and is never used twice, by any run."""
         ...
 
     def demonstrate(self, task: Task, rng: random.Random) -> list[Message]:

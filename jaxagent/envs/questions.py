@@ -7,13 +7,14 @@ names and values live as long as its episode; a turn without a call is its answe
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable
 from typing import Any
 
 from jaxagent.data.tasks import read_jsonl
 from jaxagent.envs.env import Env, Step, Task
 from jaxagent.rewards.match import exact_match, last_number
-from jaxagent.tools import Tool, dispatch
+from jaxagent.tools import Tool, ToolFailed, dispatch
 from jaxagent.types import Message, ToolSpec
 from sandbox_client import Outcome
 
@@ -71,7 +72,8 @@ class Questions:
 
     def task(self, split: str, index: int) -> Task:
         record = self.tasks[split][index]
-        return {"id": f"questions/{split}/{index}", "seed": index, "difficulty": str(record.get("difficulty", "all")), **record}
+        difficulty = str(record.get("difficulty", "all"))
+        return {**record, "id": f"questions/{split}/{index}", "seed": index, "difficulty": difficulty}
 
     def episode(self, name: str, sandbox: Any) -> Env:
         return QuestionEpisode(self, name, sandbox)
@@ -83,7 +85,10 @@ def _read(path: str) -> list[dict[str, Any]]:
 
 
 def _number(answer: str) -> bool:
-    return last_number(answer, "0")[1] != f"no number in {answer!r}, right was '0'"
+    try:
+        return math.isfinite(float(answer.replace(",", "")))
+    except ValueError:
+        return False
 
 
 def _split(question: str, splits: list[str]) -> str:
@@ -119,10 +124,14 @@ class QuestionEpisode:
             self.session = await self.sandbox.open_session(self.name)
         result = await self.session.exec(code, timeout_s=self.world.tool_timeout_s)
         said = [result.stdout, result.stderr, result.value or ""]
-        if result.outcome != Outcome.OK:
-            said.append(f"error: {result.error or result.outcome}")
+        failed = result.outcome != Outcome.OK
+        said += [f"error: {result.error or result.outcome}"] if failed else []
         text = "\n".join(part.strip("\n") for part in said if part) or "no output"
-        return text if len(text) <= _RESULT_CHARS else f"{text[:_RESULT_CHARS]}\n[{len(text) - _RESULT_CHARS} more characters]"
+        if len(text) > _RESULT_CHARS:
+            text = f"{text[:_RESULT_CHARS]}\n[{len(text) - _RESULT_CHARS} more characters]"
+        if failed:
+            raise ToolFailed(text)
+        return text
 
     async def close(self) -> None:
         if self.session is not None:

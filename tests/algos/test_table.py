@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from jaxagent.algos import advantages, losses
-from jaxagent.algos.table import AGGREGATIONS, SUPERVISED, TABLE, choose
+from jaxagent.algos.table import AGGREGATIONS, TABLE, choose
 
 A, L = advantages, losses
 
@@ -33,7 +33,7 @@ def test_every_row_says_what_its_paper_says(
 
 def test_no_row_stands_there_without_a_test_above() -> None:
     assert set(TABLE) == {"reinforce", "rloo", "grpo", "dr_grpo", "dapo", "gspo", "cispo"}
-    assert {row.aggregate for row in (*TABLE.values(), SUPERVISED)} <= set(AGGREGATIONS)
+    assert {row.aggregate for row in TABLE.values()} <= set(AGGREGATIONS)
 
 
 def test_columns_are_replaced_one_by_one_and_the_page_stays() -> None:

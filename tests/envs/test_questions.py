@@ -77,13 +77,19 @@ def test_a_test_file_is_the_test_split_whole(sums: str, tmp_path: Path) -> None:
     assert size_of(find("chain")(), "train") == ENDLESS
 
 
+def test_columns_of_the_file_do_not_replace_what_a_task_must_have(tmp_path: Path) -> None:
+    rows = [{"question": f"q{n}", "answer": 1, "difficulty": 3, "id": 7, "seed": "x", "source": "book"} for n in range(60)]
+    task = Questions(task_file(tmp_path / "rows.jsonl", rows)).task("train", 4)
+    assert (task["id"], task["seed"], task["difficulty"], task["source"]) == ("questions/train/4", 4, "3", "book")
+
+
 @pytest.mark.parametrize(
     ("records", "said"),
     [
         (['{"question": "a"', '{"question": "b", "answer": 1}'], "line 1: not JSON"),
         ([{"question": "a", "answer": 1}, {"question": "b"}], "line 2: missing answer"),
         ([{"question": "a", "answer": 1}], "too few tasks"),
-        ([{"question": f"{n}", "answer": "seven"} for n in range(60)], "needs numbers as answers, got 'seven'"),
+        ([{"question": f"{n}", "answer": "#### 18"} for n in range(60)], "needs numbers as answers, got '#### 18'"),
     ],
 )
 def test_a_faulty_task_file_is_told_before_anything_starts(records: list[Any], said: str, tmp_path: Path) -> None:
@@ -134,6 +140,7 @@ def test_a_program_that_fails_or_never_ends_is_a_result(server: EmbeddedServer, 
     assert failed.startswith("so far")
     assert "ZeroDivisionError" in failed
     assert "error: " in endless
+    assert [record.outcome for turn in row.turns for record in turn.tools] == ["error", "error", "ok"]
     assert long.endswith("more characters]")
     assert len(long) < 2100
     assert (row.reward, row.stop) == (0.0, StopReason.ANSWERED)
