@@ -172,10 +172,11 @@ def test_every_sampled_token_is_stamped_with_the_weights_of_its_step(whole: Path
 
 
 def test_the_trainer_agrees_with_the_sampler(whole: Path) -> None:
-    """The second minibatch of a step is taken from weights that the first has moved a little."""
-    gaps = [record["policy/sampler_logprob_gap"] for record in read(whole / "metrics.jsonl")[18:] if "policy/loss" in record]
-    assert len(gaps) >= 3
-    assert max(gaps) < 0.02
+    """Measured on the first minibatch of a step; a step whose first minibatch teaches nothing has no value."""
+    name = "policy/sampler_logprob_gap"
+    gaps = [record[name] for record in read(whole / "metrics.jsonl") if record.get(name) is not None]
+    assert gaps
+    assert max(gaps) < 1e-5
 
 
 def test_training_moved_the_policy(whole: Path) -> None:
