@@ -20,7 +20,7 @@ help:  ## lists these commands
 quickstart: $(VENV)/core  ## trains a small policy to use tools, on two CPU cores, about 3 minutes
 	$(BIN)/jaxagent train --config=configs/quickstart.py --workdir=runs/quickstart $(ARGS)
 
-maze: $(VENV)/core  ## the smoke test: a smaller policy, sparse reward, about a minute
+maze: $(VENV)/core  ## the smoke test: a smaller policy, sparse reward, under two minutes
 	$(BIN)/jaxagent train --config=configs/maze.py --workdir=runs/maze $(ARGS)
 
 test: $(VENV)/dev  ## the test suite, under ten minutes on two cores
@@ -43,7 +43,7 @@ $(VENV)/python:
 	@if [ -z "$(PYTHON)" ] || ! $(PYTHON) -c '$(FITS)' 2> /dev/null; then \
 		echo "jaxagent needs Python 3.11, 3.12 or 3.13; found: $$($(or $(PYTHON),python3) --version 2>&1 | head -1)." \
 			"Install one of them, or name it: make PYTHON=/path/to/python3.12"; exit 1; fi
-	@echo "setting up $(VENV) with $$($(PYTHON) --version): about a minute and 1.2 GB"
+	@echo "setting up $(VENV) with $$($(PYTHON) --version): about a minute and 1 GB"
 	@$(PYTHON) -m venv $(VENV) || { echo "this Python has no venv module; on Debian: apt install python3-venv"; exit 1; }
 	@touch $@
 
