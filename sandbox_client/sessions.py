@@ -8,6 +8,7 @@ import json
 import os
 import secrets
 import sys
+from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -126,7 +127,7 @@ async def execute(child: Child, head: dict[str, Any], limit: int, memory_bytes: 
     return {**reply, **streams, "elapsed_s": round(loop.time() - start, 6)}
 
 
-class Session:
+class Session(ABC):
     """One trajectory's place: its operations one after another, each sequence number at most once."""
 
     def __init__(self, identity: str, key: str, spec: tuple[str | None, str]) -> None:
@@ -184,13 +185,13 @@ class Session:
         while len(replies) > _KEPT_REPLIES or (len(replies) > 1 and sum(map(len, replies.values())) > _KEPT_BYTES):
             del replies[next(iter(replies))]
 
+    @abstractmethod
     async def open(self) -> None:
         """Builds the session's functions. Raises Refused."""
-        raise NotImplementedError
 
+    @abstractmethod
     async def call(self, head: Reply, body: bytes) -> Reply:
         """Calls a fixed function; `body` is `head` as it came."""
-        raise NotImplementedError
 
     def end(self, loss: Refused) -> None:
         """Ends the session; whoever comes later is told `loss`."""
