@@ -19,6 +19,7 @@ from typing import Any
 from jaxagent import metrics
 from jaxagent.chat.family import template_of
 from jaxagent.chat.template import Template
+from jaxagent.data.store import read
 from jaxagent.types import Trajectory, Turn
 
 PAGE_BYTES = 4_000_000
@@ -287,13 +288,6 @@ class Shelf:
         text = {} if self.template else {"text": turn.text}
         kept = {name: value for name, value in {**told, **text}.items() if value}
         return {"start": turn.start, "end": turn.end, "advantage": advantage, **kept}
-
-
-def read(path: Path) -> Iterator[Trajectory]:
-    """The trajectories of a file one by one: the file of a large run does not fit into memory."""
-    with path.open(encoding="utf-8") as lines:
-        for line in lines:
-            yield Trajectory.from_json(json.loads(line))
 
 
 def _evaluations(files: dict[str, Path], tables: dict[str, Any], shelf: Shelf) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from jaxagent.types import Trajectory
@@ -26,8 +26,14 @@ class Store:
         return sorted(path.stem for path in self.folder.glob("*.jsonl"))
 
     def read(self, label: str) -> list[Trajectory]:
-        lines = (self.folder / f"{label}.jsonl").read_text().splitlines()
-        return [Trajectory.from_json(json.loads(line)) for line in lines]
+        return list(read(self.folder / f"{label}.jsonl"))
+
+
+def read(path: Path) -> Iterator[Trajectory]:
+    """The trajectories of a file one by one: the file of a large run does not fit into memory."""
+    with path.open(encoding="utf-8") as lines:
+        for line in lines:
+            yield Trajectory.from_json(json.loads(line))
 
 
 def audit(trajectory: Trajectory) -> str:
