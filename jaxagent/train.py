@@ -34,7 +34,7 @@ from jaxagent.learner import OptimizerOptions
 from jaxagent.metrics import Clock, Metrics, peak_bytes, read
 from jaxagent.parts import Parts, build, faults, use_devices
 from jaxagent.progress import Progress
-from jaxagent.types import Group, Sampling
+from jaxagent.types import Group, Sampling, Trajectory
 from jaxagent.view import report
 from sandbox_client import InfrastructureError, SandboxStartError
 
@@ -276,20 +276,29 @@ def joining(name: str) -> Callable[[list[float]], float]:
     return max if name.endswith("_max") else mean
 
 
-def described(run: Run, groups: Sequence[Group]) -> dict[str, float]:
-    """The numbers of a step's rollouts; stops the run where the infrastructure broke too many, or a row fails its audit."""
-    rows = [row for group in groups for row in group.trajectories]
+def sound(rows: Sequence[Trajectory], max_broken: float) -> list[Trajectory]:
+    """The rows that count. Raises Broken where the infrastructure lost too many, or a row is not what was sampled."""
     good = [row for row in rows if row.stop.counts]
     broken = 1 - len(good) / len(rows)
-    if not good or broken > run.config.train.max_broken:
+    if not good or broken > max_broken:
         error = next(row.error for row in rows if not row.stop.counts)
-        run.store.write(f"broken-{run.step - run.config.warmup.steps + 1:06d}", rows)
         raise Broken(
             f"{broken:.0%} of the episodes of this step were lost to the infrastructure (train.max_broken allows "
-            f"{run.config.train.max_broken:.0%}); one of them said: {error}. The same command resumes from the last checkpoint."
+            f"{max_broken:.0%}); one of them said: {error}. The same command resumes from the last checkpoint."
         )
     if fault := next((f"{row.task}: {found}" for row in good if (found := audit(row))), ""):
         raise Broken(f"what was sampled is not what would be trained: {fault}")
+    return good
+
+
+def described(run: Run, groups: Sequence[Group]) -> dict[str, float]:
+    """The numbers of a step's rollouts. Raises Broken, and stores the rows, where they cannot be trained on."""
+    rows = [row for group in groups for row in group.trajectories]
+    try:
+        good = sound(rows, run.config.train.max_broken)
+    except Broken:
+        run.store.write(f"broken-{run.step - run.config.warmup.steps + 1:06d}", rows)
+        raise
     sampled = sum(sum(row.mask) for row in good)
     turns = [turn for row in good for turn in row.turns]
     tools = [record for turn in turns for record in turn.tools]
@@ -305,7 +314,7 @@ def described(run: Run, groups: Sequence[Group]) -> dict[str, float]:
         "rollout/tool_errors": mean(record.outcome != "ok" for record in tools),
         "rollout/tool_calls": float(len(tools)),
         "rollout/tool_latency_s": mean(record.latency_s for record in tools),
-        "rollout/broken": broken,
+        "rollout/broken": 1 - len(good) / len(rows),
         "rollout/retried": mean(row.attempts > 1 for row in rows),
         "engine/tokens_per_s": stats.sampled / max(1e-9, run.clock.parts["rollout"]),
         "engine/fill": stats.sampled / max(1, stats.row_steps),

@@ -34,7 +34,7 @@ from jaxagent.models import hf
 from jaxagent.models.transformer import Decoder, params_of
 from jaxagent.parts import policy_shape
 from jaxagent.progress import Progress
-from jaxagent.types import Trajectory
+from jaxagent.types import StopReason, Trajectory
 from sandbox_client import EmbeddedServer
 
 CONFIGS = Path(__file__).parent.parent / "configs"
@@ -136,6 +136,9 @@ def test_a_run_leaves_its_whole_workdir(whole: Path) -> None:
         assert {"success", "n", "k", "ci95"} <= table.keys()
         assert table["ci95"][0] <= table["success"] <= table["ci95"][1]
         assert table["n"] == 4
+    page = (whole / "report.html").read_text()
+    assert page.startswith("<!doctype html>")
+    assert "maze/test/0" in page
     labels = [*(f"train-{i:06d}" for i in range(1, 9)), "before", "valid-000004", "after", "ablated"]
     assert Store(whole / "trajectories").labels() == sorted(labels)
     assert {int(path.name) for path in (whole / "checkpoints").iterdir()} == set(SAVED)
@@ -154,6 +157,25 @@ def test_every_stored_trajectory_passes_the_audit(whole: Path) -> None:
     assert sum(len(row.turns) > 1 for row in rows) > 10
     for row in rows:
         assert audit(row) == "", row.group
+
+
+@pytest.mark.parametrize(("lost", "allowed", "stops"), [(0, 0.0, False), (2, 0.25, False), (3, 0.25, True), (8, 1.0, True)])
+def test_a_step_that_lost_too_many_episodes_is_not_trained_on(whole: Path, lost: int, allowed: float, stops: bool) -> None:
+    rows = Store(whole / "trajectories").read("train-000001")
+    for row in rows[:lost]:
+        row.stop, row.error = StopReason.INFRA_FAILURE, "the cable was cut"
+    if stops:
+        with pytest.raises(train.Broken, match=f"{lost / 8:.0%} of the episodes .* one of them said: the cable was cut"):
+            train.sound(rows, allowed)
+    else:
+        assert train.sound(rows, allowed) == rows[lost:]
+
+
+def test_a_row_that_is_not_what_was_sampled_is_not_trained_on(whole: Path) -> None:
+    rows = Store(whole / "trajectories").read("train-000001")
+    rows[5].tokens[2] ^= 1
+    with pytest.raises(train.Broken, match=f"{rows[5].task}: turn 0, position 2: the sampler was fed"):
+        train.sound(rows, 0.5)
 
 
 def versions(row: Trajectory) -> set[int]:
@@ -409,5 +431,7 @@ def test_a_given_sandbox_is_asked_for_its_token_and_its_functions(
 
 def test_a_run_with_a_given_sandbox_equals_one_with_its_own(whole: Path, tmp_path: Path) -> None:
     with EmbeddedServer(functions=("jaxagent.envs.maze",), code="off", token_file=tmp_path / "its_token") as server:
-        run(configured(f"sandbox.url={server.url}", f"sandbox.token_file={tmp_path / 'its_token'}"), tmp_path / "run")
+        said = run(configured(f"sandbox.url={server.url}", f"sandbox.token_file={tmp_path / 'its_token'}"), tmp_path / "run")
+    for told in ("held-out success before reinforcement", "blind to tools", "time: ", f"report: {tmp_path / 'run'}", "next:"):
+        assert told in said
     assert_same_run(tmp_path / "run", whole)
