@@ -9,35 +9,25 @@ from typing import Any
 
 import pytest
 from scripted import ScriptedSampler, episode, script
+from toys import TASK, Lone
 
 from jaxagent.agent import Agent, Limits
 from jaxagent.chat.plain import CALL, END_CALL, EOS, RESULT, TURN, USER, PlainTemplate
 from jaxagent.data.store import audit
-from jaxagent.envs.env import Env, Step, Task
+from jaxagent.envs.env import Step, Task
 from jaxagent.tools import Tool, dispatch, tool
 from jaxagent.types import Message, SampleRequest, Sampling, StopReason, ToolCall, ToolSpec, Trajectory
 
 PLAIN = PlainTemplate()
-TASK: Task = {"id": "toy/0", "seed": 3, "difficulty": "easy"}
 
 
 @dataclass
-class Told:
+class Told(Lone):
     """A world that gives the steps it was made of, one after another, and remembers what was done."""
 
     steps: Sequence[Step]
     tools: Sequence[ToolSpec] = (ToolSpec("A", "", {"type": "object", "properties": {"key": {}}}),)
-    functions: str = ""
     actions: list[Message] = field(default_factory=list)
-
-    def task(self, split: str, index: int) -> Task:
-        return TASK
-
-    def demonstrate(self, task: Task, rng: Any) -> list[Message]:
-        return []
-
-    def episode(self, name: str, sandbox: Any) -> Env:
-        return self
 
     async def reset(self, task: Task, seed: int) -> Step:
         return self.steps[0]
@@ -45,9 +35,6 @@ class Told:
     async def step(self, action: Message) -> Step:
         self.actions.append(action)
         return self.steps[len(self.actions)]
-
-    async def close(self) -> None:
-        pass
 
 
 def play(world: Any, sampler: ScriptedSampler, **options: Any) -> list[Trajectory]:
@@ -159,26 +146,12 @@ def test_a_turn_that_runs_out_of_its_budget_is_an_error_and_the_episode_goes_on(
 # ====================================================================== tools
 
 
-class Workshop:
+class Workshop(Lone):
     """A world of Python tools: every call of a turn is answered, and a text ends the episode."""
-
-    functions = ""
 
     def __init__(self, *tools: Tool):
         self.bench = tools
         self.tools = tuple(t.spec for t in tools)
-
-    def episode(self, name: str, sandbox: Any) -> Env:
-        return self
-
-    def task(self, split: str, index: int) -> Task:
-        return TASK
-
-    def demonstrate(self, task: Task, rng: Any) -> list[Message]:
-        return []
-
-    async def reset(self, task: Task, seed: int) -> Step:
-        return user("q")
 
     async def step(self, action: Message) -> Step:
         if action.error:
@@ -187,9 +160,6 @@ class Workshop:
             return END
         records = [await dispatch(self.bench, call) for call in action.calls]
         return Step([Message("tool", record.result, name=record.name) for record in records], tools=records)
-
-    async def close(self) -> None:
-        pass
 
 
 class Lines(PlainTemplate):
@@ -243,24 +213,12 @@ def test_a_tool_that_fails_is_an_observation_and_the_others_of_its_turn_still_ru
 # ====================================================================== several seats
 
 
-class Bargain:
+class Bargain(Lone):
     """Two seats: a buyer opens, a seller answers, and so on; the buyer's fourth word ends it, and each gets a share."""
-
-    functions = ""
-    tools = ()
 
     def __init__(self, ending: str = "agent"):
         self.ending = ending
         self.said: list[str] = []
-
-    def episode(self, name: str, sandbox: Any) -> Env:
-        return self
-
-    def task(self, split: str, index: int) -> Task:
-        return TASK
-
-    def demonstrate(self, task: Task, rng: Any) -> list[Message]:
-        return []
 
     async def reset(self, task: Task, seed: int) -> Step:
         return user("buy", agent="buyer")
@@ -271,9 +229,6 @@ class Bargain:
             return Step(terminated=True, reward=0.75, reason="bought", rewards={"seller": 0.25}, agent=self.ending)
         other = "seller" if len(self.said) % 2 else "buyer"
         return user(f"{action.content}?", agent=other, reward=0.125)
-
-    async def close(self) -> None:
-        pass
 
 
 @pytest.mark.parametrize("ending", ["agent", "buyer", "seller"])

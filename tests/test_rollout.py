@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from scripted import Ids, ScriptedSampler, never, script
+from toys import TASK, Lone
 
 from jaxagent.agent import Agent, Limits
 from jaxagent.chat.plain import PlainTemplate
@@ -27,7 +28,6 @@ from sandbox_client import EmbeddedServer, SandboxClient
 
 PLAIN = PlainTemplate()
 SAMPLING = Sampling(max_tokens=8)
-TASK: Task = {"id": "toy/0", "seed": 3, "difficulty": "easy"}
 
 
 @pytest.fixture(scope="module")
@@ -127,29 +127,13 @@ def test_an_ablated_rollout_hides_what_the_tools_say(server: EmbeddedServer) -> 
 # ====================================================================== what breaks becomes data
 
 
-class Toy:
+class Toy(Lone):
     """A world that needs no sandbox: it asks, and each step of it may be replaced."""
 
-    functions = ""
     tools = Chain().tools
-
-    def episode(self, name: str, sandbox: Any) -> Env:
-        return self
-
-    def task(self, split: str, index: int) -> Task:
-        return TASK
-
-    def demonstrate(self, task: Task, rng: Any) -> list[Message]:
-        return []
-
-    async def reset(self, task: Task, seed: int) -> Step:
-        return Step([Message("user", "q")])
 
     async def step(self, action: Message) -> Step:
         return Step([Message("tool", "52", name="A")])
-
-    async def close(self) -> None:
-        pass
 
 
 class NoEpisode(Toy):
@@ -389,3 +373,25 @@ def test_closing_ends_the_sessions_of_episodes_in_flight(server: EmbeddedServer)
 def test_options_that_would_hang_or_play_nothing_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=rf"rollout\.{next(iter(options))} must be"):
         RolloutOptions(**options)
+
+
+def test_no_session_name_is_used_twice_by_any_run(server: EmbeddedServer) -> None:
+    """A server knows sessions by name: by an old one it would answer with what another run was told."""
+    names: list[str] = []
+
+    class Named(Chain):
+        def episode(self, name: str, sandbox: Any) -> Env:
+            names.append(name)
+            return super().episode(name, sandbox)
+
+    world = Named()
+    with (
+        rollouts(world, ScriptedSampler(PLAIN, drawing), server) as one,
+        rollouts(world, ScriptedSampler(PLAIN, drawing), server) as other,
+    ):
+        both = [many.play(many_tasks(world, 4), 2, SAMPLING) for many in (one, other)]
+        first, second = map(rows_of, both)
+        again = rows_of(one.play(many_tasks(world, 4), 2, SAMPLING))
+    assert len(names) == len(set(names)) == 24
+    assert {row.attempts for row in (*first, *second, *again)} == {1}
+    assert list(map(facts, first)) == list(map(facts, second)) == list(map(facts, again))

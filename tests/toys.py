@@ -1,12 +1,37 @@
-"""A toy world for the tests of what stands above worlds."""
+"""Toy worlds for the tests of what stands above worlds."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 from jaxagent.envs.env import Env, Step, Task
-from jaxagent.types import Message
+from jaxagent.types import Message, ToolSpec
+
+TASK: Task = {"id": "toy/0", "seed": 3, "difficulty": "easy"}
+
+
+class Lone:
+    """A world of one task that is its own episode: a toy says what happens in `reset` and `step`."""
+
+    functions = ""
+    tools: Sequence[ToolSpec] = ()
+
+    def task(self, split: str, index: int) -> Task:
+        return TASK
+
+    def episode(self, name: str, sandbox: Any) -> Env:
+        return self
+
+    async def reset(self, task: Task, seed: int) -> Step:
+        return Step([Message("user", "q")])
+
+    async def step(self, action: Message) -> Step:
+        return Step(terminated=True)
+
+    async def close(self) -> None:
+        pass
 
 
 class Parity:
@@ -20,9 +45,6 @@ class Parity:
 
     def episode(self, name: str, sandbox: Any) -> Env:
         return Answer()
-
-    def demonstrate(self, task: Task, rng: Any) -> list[Message]:
-        return []
 
 
 class Answer:

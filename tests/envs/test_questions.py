@@ -113,6 +113,14 @@ def test_programs_cannot_be_wanted_and_forbidden(sums: str) -> None:
         build(config)
 
 
+def test_a_given_sandbox_that_runs_no_programs_is_refused(sums: str, tmp_path: Path) -> None:
+    with EmbeddedServer(functions=(), code="off", token_file=tmp_path / "token") as running:
+        given = [f"sandbox.url={running.url}", f"sandbox.token_file={tmp_path / 'token'}"]
+        config, _ = load(f"{CONFIG}:{sums}", given)
+        with pytest.raises(ValueError, match=f"sandbox.url={running.url}: the server runs no programs: "):
+            build(config)
+
+
 def test_an_unknown_reward_is_told(sums: str) -> None:
     with pytest.raises(ValueError, match="must be one of exact_match, last_number; got 'luck'"):
         Questions(sums, reward="luck")
