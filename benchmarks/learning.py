@@ -62,7 +62,7 @@ def train(config: str, workdir: Path, overrides: list[str]) -> dict[str, Any]:
         **{f"wall s, {name[5:-2]}": f"{total(name):.1f}" for name in parts},
         "CPU s, all": f"{cpu:.0f}",
         "CPU s, trainer": f"{total('time/cpu_s'):.0f}",
-        "peak memory, GiB": f"{resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20:.2f}",
+        "peak memory up to here, GiB": f"{resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20:.2f}",
         "sampled tokens / s of rollout": f"{tokens / rollout:.0f}",
         "tool calls / s of rollout": f"{total('rollout/tool_calls') / rollout:.0f}",
     }
