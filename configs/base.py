@@ -28,6 +28,8 @@ def get_config(arg: str = "") -> ConfigDict:
     c.mesh.data = 0  # axis sizes; 0 takes the devices that the other axes leave
     c.mesh.fsdp = 1
     c.mesh.tensor = 1
+    c.mesh.expert = 1  # experts of a mixture; rows are cut by it too
+    c.mesh.context = 1  # positions of a row, for rows of 100,000 tokens
 
     c.env = ConfigDict()
     c.env.name = "chain"  # a file of jaxagent/envs, or a dotted module

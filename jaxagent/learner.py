@@ -20,7 +20,7 @@ from jaxagent.algos.table import Algorithm
 from jaxagent.data.pack import Batch
 from jaxagent.models.attention import packed
 from jaxagent.models.head import token_logprobs
-from jaxagent.models.transformer import Decoder, DecoderConfig, Params, head_table, logical_axes
+from jaxagent.models.transformer import Decoder, DecoderConfig, Params, head_table, logical_axes, params_of
 from jaxagent.sharding import DeviceMesh
 
 
@@ -91,12 +91,14 @@ class Learner:
         options: LearnerOptions,
     ):
         self.config, self.mesh, self.algorithm, self.options = config, mesh, algorithm, options
-        if options.batch_rows % (rows := mesh.size["data"] * mesh.size["fsdp"]):
-            raise ValueError(f"learner.batch_rows={options.batch_rows} must be a multiple of mesh data x fsdp = {rows}")
+        if options.batch_rows % (rows := mesh.parts("rows")):
+            raise ValueError(
+                f"learner.batch_rows={options.batch_rows} must be a multiple of mesh data x fsdp x expert = {rows}"
+            )
         skeleton = nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0)))
         mesh.check(params, logical_axes(skeleton))
         self._graph = nnx.split(skeleton)[0]
-        self._param_shardings = mesh.shardings(logical_axes(skeleton))
+        self._param_shardings = mesh.shardings(logical_axes(skeleton), params_of(skeleton)[1])
         self.params: Params = jax.device_put(params, self._param_shardings)
         self._rows = mesh.sharding(("rows", None))
         acc_shardings = {"grads": self._param_shardings, "sums": mesh.sharding()}

@@ -30,7 +30,7 @@ from jaxagent.learner import Learner, LearnerOptions, OptimizerOptions
 from jaxagent.models import hf
 from jaxagent.models.transformer import Decoder, DecoderConfig, Params, params_of
 from jaxagent.rollout import RolloutOptions, Rollouts
-from jaxagent.sharding import DeviceMesh
+from jaxagent.sharding import AXES, DeviceMesh
 from jaxagent.types import Sampling
 from sandbox_client import (
     EmbeddedServer,
@@ -198,7 +198,7 @@ def build(config: ConfigDict, log: Path | None = None) -> Parts:
             f"warmup.steps={config.warmup.steps}, but the world {config.env.name} has no demonstrations: set it to 0"
         )
     algorithm = choose(**config.algo)
-    mesh = DeviceMesh.build(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
+    mesh = DeviceMesh.build(**{axis: config.mesh[axis] for axis in AXES})
     template, decoder = policy_shape(config)
     learner_options = LearnerOptions(**config.learner, temperature=config.sampling.temperature)
     with contextlib.ExitStack() as undo:  # what was started is stopped where something after it fails

@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-AXES = ("data", "fsdp", "tensor")
+AXES = ("data", "fsdp", "expert", "context", "tensor")  # outermost first: what talks most lies nearest together
 
 # Every logical dimension of weights, activations and caches, and the mesh axes that cut it.
 RULES: dict[str | None, Any] = {
-    "rows": ("data", "fsdp"),  # packed training rows
+    "rows": ("data", "fsdp", "expert"),  # packed training rows
+    "length": "context",  # positions of a row
     "vocab": "tensor",
-    "embed": "fsdp",
+    "embed": ("fsdp", "expert", "context"),  # of weights: where tokens are cut, weights are cut too
     "heads": "tensor",
-    "kv_heads": "tensor",
+    "kv_heads": "tensor",  # replicated where there are fewer of them than the axis is long
     "ffn": "tensor",
+    "experts": "expert",
+    "expert_embed": ("fsdp", "context"),
     "head": None,
+    "rank": None,  # of a low-rank adapter
     "layers": None,
     None: None,
 }
@@ -30,33 +34,68 @@ class DeviceMesh:
     """A mesh with the axes of `AXES` and the placements that follow from `RULES`."""
 
     def __init__(self, devices: np.ndarray):
-        """Args: devices: an array of shape [data, fsdp, tensor]."""
+        """Args: devices: an array with one dimension per axis of `AXES`."""
         self.mesh = Mesh(devices, AXES)
         self.size = dict(zip(AXES, devices.shape, strict=True))
 
     @classmethod
-    def build(cls, data: int = 0, fsdp: int = 1, tensor: int = 1) -> DeviceMesh:
-        """A mesh over this process's devices; data = 0 takes the devices that the other axes leave."""
-        devices = jax.devices()
-        if data < 0 or fsdp < 1 or tensor < 1:
-            raise ValueError(f"mesh axes are at least 1 (data may be 0 for what is left), got {data=}, {fsdp=}, {tensor=}")
-        if len(devices) % (fsdp * tensor) or (data and data * fsdp * tensor > len(devices)):
-            raise ValueError(
-                f"mesh data={data} x fsdp={fsdp} x tensor={tensor} does not fit {len(devices)} devices: fsdp x tensor must "
-                "divide their number, and the product may not exceed it (data=0 takes what is left)"
+    def build(
+        cls,
+        data: int = 0,
+        fsdp: int = 1,
+        tensor: int = 1,
+        expert: int = 1,
+        context: int = 1,
+        devices: Sequence[jax.Device] | None = None,
+    ) -> DeviceMesh:
+        """A mesh over `devices`, or over this process's; data = 0 takes the devices that the other axes leave."""
+        devices = jax.devices() if devices is None else devices
+        asked = {"data": data, "fsdp": fsdp, "tensor": tensor, "expert": expert, "context": context}
+        cut = fsdp * tensor * expert * context
+        if data < 0 or min(fsdp, tensor, expert, context) < 1:
+            named = ", ".join(f"{name}={size}" for name, size in asked.items())
+            raise ValueError(f"mesh axes are at least 1 (data may be 0 for what is left), got {named}")
+        if len(devices) % cut or (data and data * cut > len(devices)):
+            named = " x ".join(
+                f"{name}={size}" for name, size in asked.items() if size != 1 or name in ("data", "fsdp", "tensor")
             )
-        data = data or len(devices) // (fsdp * tensor)
-        shape = (data, fsdp, tensor)
-        return cls(np.asarray(devices[: data * fsdp * tensor]).reshape(shape))
+            raise ValueError(
+                f"mesh {named} does not fit {len(devices)} devices: the axes but data must divide their number, and the "
+                "product may not exceed it (data=0 takes what is left)"
+            )
+        asked["data"] = data or len(devices) // cut
+        shape = tuple(asked[name] for name in AXES)
+        return cls(np.asarray(devices[: math.prod(shape)]).reshape(shape))
 
     def replicas(self) -> Iterator[DeviceMesh]:
         """One mesh per place that holds a whole copy of the weights: only `tensor` cuts a replica."""
         for row in self.mesh.devices.reshape(-1, self.size["tensor"]):
-            yield DeviceMesh(row.reshape(1, 1, -1))
+            yield DeviceMesh(row.reshape(1, 1, 1, 1, -1))
 
-    def sharding(self, axes: tuple[str | None, ...] = ()) -> NamedSharding:
-        """The placement of an array whose dimensions have these logical names; () replicates."""
-        return NamedSharding(self.mesh, PartitionSpec(*(RULES[axis] for axis in axes)))
+    def parts(self, axis: str | None) -> int:
+        """Into how many parts the table cuts a logical dimension."""
+        cut = RULES[axis] or ()
+        return math.prod(self.size[name] for name in ((cut,) if isinstance(cut, str) else cut))
+
+    def spec(self, axes: tuple[str | None, ...] = (), shape: tuple[int, ...] | None = None) -> PartitionSpec:
+        """How the mesh cuts an array whose dimensions have these logical names; () replicates.
+
+        Args:
+          shape: of the array, where it has key heads: fewer of them than the tensor axis is long are replicated.
+        """
+        lengths = shape or (None,) * len(axes)
+        return PartitionSpec(*(None if self._whole(a, n) else RULES[a] for a, n in zip(axes, lengths, strict=False)))
+
+    def _whole(self, axis: str | None, length: int | None) -> bool:
+        return axis == "kv_heads" and length is not None and self.size["tensor"] % length == 0 and length < self.size["tensor"]
+
+    def sharding(self, axes: tuple[str | None, ...] = (), shape: tuple[int, ...] | None = None) -> NamedSharding:
+        """The placement of an array by `spec`."""
+        return NamedSharding(self.mesh, self.spec(axes, shape))
+
+    def constrain(self, x: jax.Array, axes: tuple[str | None, ...]) -> jax.Array:
+        """Says inside a jit how an activation is cut; of a mesh of one device, nothing."""
+        return x if self.mesh.size == 1 else jax.lax.with_sharding_constraint(x, self.sharding(axes, x.shape))
 
     def place(self, tree: Any, axes: tuple[str | None, ...] = ()) -> Any:
         """Puts every array of a tree onto the mesh, all by the same axes."""
@@ -67,14 +106,14 @@ class DeviceMesh:
 
         def check_one(path: tuple[Any, ...], x: Any, axes: tuple[str | None, ...]) -> None:
             for axis, length in zip(axes, x.shape, strict=True):
-                cut = RULES[axis] or ()
-                parts = math.prod(self.size[name] for name in ((cut,) if isinstance(cut, str) else cut))
+                parts = 1 if self._whole(axis, length) else self.parts(axis)
                 if length % parts:
-                    name = ".".join(str(entry.key) for entry in path)
+                    name, cut = ".".join(str(entry.key) for entry in path), RULES[axis]
+                    cut = cut if isinstance(cut, str) else " x ".join(c for c in cut if self.size[c] > 1)
                     raise ValueError(f"{name}: dimension {axis!r} of {length} cannot be cut by mesh {cut}={parts}")
 
         jax.tree_util.tree_map_with_path(check_one, tree, axes_tree)
 
-    def shardings(self, axes_tree: Any) -> Any:
-        """A tree of placements from a tree of axis names, as `models.transformer.logical_axes` gives it."""
-        return jax.tree.map(self.sharding, axes_tree, is_leaf=lambda x: isinstance(x, tuple))
+    def shardings(self, axes_tree: Any, shapes: Any) -> Any:
+        """A tree of placements from a tree of axis names, as `models.transformer.logical_axes` gives it, and its arrays."""
+        return jax.tree.map(lambda x, axes: self.sharding(axes, x.shape), shapes, axes_tree)

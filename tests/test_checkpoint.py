@@ -36,7 +36,8 @@ def checkpoints(tmp_path: Path) -> Iterator[Checkpoints]:
 
 
 def weights(mesh: DeviceMesh, seed: int = 0) -> Any:
-    return jax.device_put(tiny.params(CONFIG, seed), mesh.shardings(logical_axes(tiny.policy(CONFIG))))
+    params = tiny.params(CONFIG, seed)
+    return jax.device_put(params, mesh.shardings(logical_axes(tiny.policy(CONFIG)), params))
 
 
 def assert_equal(got: Any, want: Any) -> None:

@@ -437,10 +437,10 @@ def test_a_gradient_that_is_not_finite_updates_nothing_and_is_counted(learner: C
 
 
 def test_rows_that_the_mesh_cannot_share_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"learner\.batch_rows=6 must be a multiple of mesh data x fsdp = 4"):
+    with pytest.raises(ValueError, match=r"learner\.batch_rows=6 must be a multiple of mesh data x fsdp x expert = 4"):
         make(mesh=(2, 2, 1), batch_rows=6)
 
 
 def test_a_weight_that_the_mesh_cannot_cut_is_named() -> None:
-    with pytest.raises(ValueError, match="dimension 'kv_heads' of 2 cannot be cut by mesh tensor=4"):
-        make(mesh=(1, 1, 4))
+    with pytest.raises(ValueError, match="dimension 'heads' of 4 cannot be cut by mesh tensor=8"):
+        make(mesh=(1, 1, 8))

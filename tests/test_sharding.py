@@ -17,7 +17,8 @@ from jaxagent.sharding import RULES, DeviceMesh
     [((0, 1, 1), (8, 1, 1)), ((0, 2, 2), (2, 2, 2)), ((1, 1, 1), (1, 1, 1)), ((2, 1, 2), (2, 1, 2)), ((0, 8, 1), (1, 8, 1))],
 )
 def test_data_zero_takes_the_devices_that_are_left(asked: tuple[int, int, int], shape: tuple[int, int, int]) -> None:
-    assert DeviceMesh.build(*asked).mesh.devices.shape == shape
+    size = DeviceMesh.build(*asked).size
+    assert (size["data"], size["fsdp"], size["tensor"]) == shape
 
 
 @pytest.mark.parametrize("asked", [(0, 3, 1), (0, 1, 16), (3, 4, 1), (16, 1, 1)])
@@ -36,7 +37,7 @@ def test_axes_below_one_are_refused(asked: tuple[int, int, int]) -> None:
 def test_there_is_a_replica_for_every_cut_but_that_of_tensor() -> None:
     mesh = DeviceMesh.build(2, 2, 2)
     replicas = list(mesh.replicas())
-    assert [replica.mesh.devices.shape for replica in replicas] == [(1, 1, 2)] * 4
+    assert [replica.mesh.devices.shape for replica in replicas] == [(1, 1, 1, 1, 2)] * 4
     everyone = [device for replica in replicas for device in replica.mesh.devices.flat]
     assert everyone == list(mesh.mesh.devices.flat)
 
@@ -45,15 +46,15 @@ def test_every_named_dimension_of_a_decoder_has_a_rule() -> None:
     names = {name for axes in jax.tree.leaves(logical_axes(tiny.policy(tiny.config()))) for name in [axes]}
     assert names <= set(RULES)
     mesh = DeviceMesh.build(2, 2, 2)
-    assert mesh.sharding(("rows", None)).spec == PartitionSpec(("data", "fsdp"), None)
-    assert mesh.sharding(("vocab", "embed")).spec == PartitionSpec("tensor", "fsdp")
+    assert mesh.sharding(("rows", None)).spec == PartitionSpec(("data", "fsdp", "expert"), None)
+    assert mesh.sharding(("vocab", "embed")).spec == PartitionSpec("tensor", ("fsdp", "expert", "context"))
     assert mesh.sharding().spec == PartitionSpec()
 
 
 def test_weights_are_cut_as_the_table_says_and_come_back_whole() -> None:
     mesh, policy = DeviceMesh.build(2, 2, 2), tiny.policy(tiny.config())
     whole = tiny.params(tiny.config())
-    placed = jax.device_put(whole, mesh.shardings(logical_axes(policy)))
+    placed = jax.device_put(whole, mesh.shardings(logical_axes(policy), whole))
     q = placed["blocks"]["q"]  # layers, embed, heads, head
     assert q.addressable_shards[0].data.shape == (2, 16 // 2, 4 // 2, 8)
     jax.tree.map(np.testing.assert_array_equal, whole, jax.device_get(placed))
@@ -66,7 +67,15 @@ def test_a_tree_is_placed_by_one_rule() -> None:
 
 
 def test_a_weight_that_cannot_be_cut_evenly_is_named() -> None:
-    policy = tiny.policy(tiny.config(kv_heads=1))
-    with pytest.raises(ValueError, match=r"blocks\.k: dimension 'kv_heads' of 1 cannot be cut by mesh tensor=2"):
+    policy = tiny.policy(tiny.config(heads=6, kv_heads=3))
+    with pytest.raises(ValueError, match=r"blocks\.k: dimension 'kv_heads' of 3 cannot be cut by mesh tensor=2"):
         DeviceMesh.build(1, 1, 2).check(tiny.params(policy.config), logical_axes(policy))
     DeviceMesh.build(1, 2, 1).check(tiny.params(policy.config), logical_axes(policy))
+
+
+def test_key_heads_fewer_than_the_tensor_axis_is_long_are_replicated() -> None:
+    policy, mesh = tiny.policy(tiny.config(kv_heads=2)), DeviceMesh.build(1, 1, 4)
+    mesh.check(tiny.params(policy.config), logical_axes(policy))
+    placed = jax.device_put(tiny.params(policy.config), mesh.shardings(logical_axes(policy), tiny.params(policy.config)))
+    assert placed["blocks"]["k"].addressable_shards[0].data.shape == placed["blocks"]["k"].shape
+    assert placed["blocks"]["q"].addressable_shards[0].data.shape[2] == 1

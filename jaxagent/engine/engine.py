@@ -23,7 +23,7 @@ from flax import nnx
 from jaxagent.engine.cache import new_cache
 from jaxagent.engine.slots import Row, SlotTable
 from jaxagent.engine.steps import make_steps, new_rows
-from jaxagent.models.transformer import Decoder, DecoderConfig, Params, logical_axes
+from jaxagent.models.transformer import Decoder, DecoderConfig, Params, logical_axes, params_of
 from jaxagent.sharding import DeviceMesh
 from jaxagent.types import Sample, SampleRequest
 
@@ -80,7 +80,7 @@ class Engine:
         self._cache = mesh.place(new_cache(config, o.slots, o.slot_tokens, dtype), (None, "kv_heads"))
         self._rows = mesh.place(new_rows(o.slots, o.stop_tokens))
         skeleton = nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0)))
-        self._shardings = mesh.shardings(logical_axes(skeleton))
+        self._shardings = mesh.shardings(logical_axes(skeleton), params_of(skeleton)[1])
         self._mesh = mesh
         self._params: Params | None = None
         self._version = 0
