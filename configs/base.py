@@ -80,7 +80,7 @@ def get_config(arg: str = "") -> ConfigDict:
     c.learner.batch_rows = 8  # packed rows of a micro-batch
     c.learner.row_tokens = 1024  # tokens of a packed row
     c.learner.head_chunk = 1024  # tokens whose logits exist at once
-    c.learner.remat = False  # recompute layers in the backward pass: less memory, a third more work
+    c.learner.remat = "none"  # what the backward pass computes again: none, dots, attention, full; less memory, more work
     c.learner.dtype = "float32"  # of the forward and backward pass; weights and moments stay float32
     c.learner.entropy_coef = 0.0
     c.learner.tis_cap = 0.0  # cap of the importance weight old / behaviour; 0 is off, needs train.old_logprob=trainer

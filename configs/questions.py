@@ -24,7 +24,7 @@ def get_config(arg: str = "") -> ConfigDict:
     c.engine.slot_tokens = 2048
     c.engine.append_tokens = (64, 256)
     c.learner.row_tokens = 4096
-    c.learner.remat = True
+    c.learner.remat = "full"
     c.algo.name = "dapo"
     c.feed.prompts = 32
 

@@ -31,7 +31,7 @@ class LearnerOptions:
     batch_rows: int = 8  # M, packed rows of a micro-batch
     row_tokens: int = 1024  # T, tokens of a packed row
     head_chunk: int = 1024  # tokens whose logits exist at once
-    remat: bool = False  # recompute each layer in the backward pass
+    remat: str = "none"  # what each layer keeps for the backward pass: none (of it computed again), dots, attention, full
     dtype: str = "float32"  # of the forward and backward pass; weights and moments stay float32
     temperature: float = 1.0  # at which the rollouts were sampled
     entropy_coef: float = 0.0
@@ -179,11 +179,14 @@ class Learner:
         o = self.options
         params = jax.tree.map(lambda p: p.astype(o.dtype), params)
         policy = nnx.merge(self._graph, params)
-        hidden = policy.hidden(batch["tokens"], batch["position"], packed(batch["segment"]), remat=o.remat)
+        attend = packed(batch["segment"], self.config.attention)
+        hidden, _ = policy.hidden(batch["tokens"], batch["position"], attend, remat=o.remat, mesh=self.mesh)
         before = jnp.pad(hidden[:, :-1], ((0, 0), (1, 0), (0, 0)))
         flat = before.reshape(-1, hidden.shape[-1])
         table = head_table(params, self.config)
-        logprob, entropy = token_logprobs(flat, table, batch["tokens"].reshape(-1), o.temperature, o.head_chunk)
+        logprob, entropy = token_logprobs(
+            flat, table, batch["tokens"].reshape(-1), o.temperature, o.head_chunk, self.config.logit_softcap
+        )
         return logprob.reshape(batch["tokens"].shape), entropy.reshape(batch["tokens"].shape)
 
     def _loss(self, params: Params, batch: dict[str, Array], on_policy: Array) -> tuple[Array, dict[str, Array]]:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from jaxagent.models.attention import Attend, attend_cached
+from jaxagent.models.attention import Attend, AttentionSpec, attend_cached
 from jaxagent.models.transformer import DecoderConfig
 
 LayerCache = tuple[Array, Array]  # keys [C, K, H, S], values [C, K, S, H]
@@ -25,7 +25,9 @@ def new_cache(config: DecoderConfig, slots: int, length: int, dtype: jnp.dtype) 
     return tuple((jnp.zeros(keys, dtype), jnp.zeros(values, dtype)) for _ in range(config.layers))
 
 
-def attend_slots(slot_B: Int[Array, "B"] | None, pos_BT: Int[Array, "B T"], valid_BT: Bool[Array, "B T"], chunk: int) -> Attend:
+def attend_slots(
+    slot_B: Int[Array, "B"] | None, pos_BT: Int[Array, "B T"], valid_BT: Bool[Array, "B T"], chunk: int, spec: AttentionSpec
+) -> Attend:
     """Writes a call's keys and values at their positions, then attends to the slot's cache up to each query's position.
 
     Args:
@@ -34,7 +36,7 @@ def attend_slots(slot_B: Int[Array, "B"] | None, pos_BT: Int[Array, "B T"], vali
         chunk: cache positions read at once; the reading stops at the longest row of the call.
     """
 
-    def attend(q: Array, k: Array, v: Array, cache: LayerCache) -> tuple[Array, LayerCache]:
+    def attend(q: Array, k: Array, v: Array, cache: LayerCache, sliding: bool | Array) -> tuple[Array, LayerCache]:
         keys, values = cache
         slots, length = keys.shape[0], keys.shape[3]
         row = jnp.arange(slots) if slot_B is None else slot_B
@@ -49,7 +51,8 @@ def attend_slots(slot_B: Int[Array, "B"] | None, pos_BT: Int[Array, "B T"], vali
                 v = jax.lax.dynamic_slice_in_dim(values, i * chunk, chunk, axis=2)
             return (k, v) if slot_B is None else (k[slot_B], v[slot_B])
 
-        return attend_cached(q, read, pos_BT, keys.shape[1], length, chunk), (keys, values)
+        assert isinstance(sliding, bool)  # layers are unrolled here
+        return attend_cached(q, read, pos_BT, keys.shape[1], length, chunk, spec, sliding), (keys, values)
 
     return attend
 

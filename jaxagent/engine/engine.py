@@ -76,7 +76,7 @@ class Engine:
         self.options = o = options
         self.table = SlotTable(o.slots, o.slot_tokens, o.fork_min_tokens)
         dtype = jnp.dtype(o.dtype)
-        self._steps = make_steps(config, dtype=dtype, chunk=o.chunk, decode_tokens=o.decode_tokens)
+        self._steps = make_steps(config, dtype=dtype, chunk=o.chunk, decode_tokens=o.decode_tokens, mesh=mesh)
         self._cache = mesh.place(new_cache(config, o.slots, o.slot_tokens, dtype), (None, "kv_heads"))
         self._rows = mesh.place(new_rows(o.slots, o.stop_tokens))
         skeleton = nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0)))

@@ -17,9 +17,9 @@ from jaxtyping import Array, Int
 
 from jaxagent.engine.cache import Cache, attend_slots, copy_prefix
 from jaxagent.engine.sampling import sample, uniforms
-from jaxagent.models.attention import dot
-from jaxagent.models.layers import rms_norm, rotary
-from jaxagent.models.transformer import Decoder, DecoderConfig, Params, head_table, unstack
+from jaxagent.models.layers import rms_norm
+from jaxagent.models.transformer import Decoder, DecoderConfig, Params, embed, head_logits, head_table, unstack
+from jaxagent.sharding import DeviceMesh
 
 Rows = dict[str, Array]
 
@@ -49,15 +49,15 @@ class Steps:
     decode: Callable[..., tuple[Cache, Rows, Array, Array]]
 
 
-def make_steps(config: DecoderConfig, *, dtype: jnp.dtype, chunk: int, decode_tokens: int) -> Steps:
-    """Builds the programs for a decoder. `chunk` and `decode_tokens` are static; every other choice is data."""
+def make_steps(config: DecoderConfig, *, dtype: jnp.dtype, chunk: int, decode_tokens: int, mesh: DeviceMesh) -> Steps:
+    """Builds the programs for a decoder on one replica. `chunk` and `decode_tokens` are static; every other choice is data."""
     block_graph = nnx.split(nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0)).blocks))[0]
 
     def forward(params: Params, cache: Cache, token_BT: Array, pos_BT: Array, attend: Any) -> tuple[Array, Cache]:
-        rope = rotary(pos_BT, config.head_width, config.rope_theta)
-        x, grown = params["embed"][token_BT], []
-        for weights, layer in zip(params["blocks"], cache, strict=True):
-            x, layer = nnx.merge(block_graph, weights)(x, rope, attend, layer)
+        ropes = config.rotations(pos_BT)
+        x, grown = embed(params["embed"], token_BT, config), []
+        for i, (weights, layer) in enumerate(zip(params["blocks"], cache, strict=True)):
+            x, layer, _ = nnx.merge(block_graph, weights)(x, ropes, attend, layer, config.slides(i), mesh)
             grown.append(layer)
         return x, tuple(grown)
 
@@ -76,7 +76,7 @@ def make_steps(config: DecoderConfig, *, dtype: jnp.dtype, chunk: int, decode_to
         ahead = jnp.arange(token_RA.shape[1])
         valid_RA = ahead < count_R[:, None]
         pos_RA = jnp.where(valid_RA, start_R[:, None] + ahead, 0)
-        return forward(params, cache, token_RA, pos_RA, attend_slots(slot_R, pos_RA, valid_RA, chunk))[1]
+        return forward(params, cache, token_RA, pos_RA, attend_slots(slot_R, pos_RA, valid_RA, chunk, config.attention))[1]
 
     def decode(params: Params, cache: Cache, rows: Rows, armed: Rows) -> tuple[Cache, Rows, Array, Array]:
         rows = arm(rows, armed)
@@ -88,10 +88,10 @@ def make_steps(config: DecoderConfig, *, dtype: jnp.dtype, chunk: int, decode_to
             cache, rows, tokens, logprobs = carry
             live = rows["live"]
             pos = jnp.where(live, rows["pos"], 0)[:, None]
-            attend = attend_slots(None, pos, live[:, None], chunk)
+            attend = attend_slots(None, pos, live[:, None], chunk, config.attention)
             x, cache = forward(params, cache, rows["token"][:, None], pos, attend)
-            hidden = rms_norm(x[:, 0], params["norm"], config.norm_eps)
-            logits = dot("CD,VD->CV", hidden, head_table(params, config))
+            hidden = rms_norm(x[:, 0], params["norm"], config.norm_eps, config.plus_one_norms)
+            logits = head_logits(head_table(params, config), hidden, config)
             token, logprob = sample(logits, u_CN[:, i], rows["temperature"], rows["top_k"], rows["top_p"])
             tokens = tokens.at[:, i].set(jnp.where(live, token, -1))
             logprobs = logprobs.at[:, i].set(jnp.where(live, logprob, 0.0))

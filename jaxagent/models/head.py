@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxagent.models.attention import dot
+from jaxagent.models.attention import dot, soft_cap
 
 
 def _chunks(x: Array, chunk: int) -> Array:
@@ -17,27 +17,28 @@ def _chunks(x: Array, chunk: int) -> Array:
     return jnp.pad(x, ((0, short), *((0, 0),) * (x.ndim - 1))).reshape(-1, chunk, *x.shape[1:])
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
 def token_logprobs(
     hidden_TD: Float[Array, "T D"],
     table_VD: Float[Array, "V D"],
     target_T: Int[Array, "T"],
     temperature: float,
     chunk: int,
+    softcap: float = 0.0,
 ) -> tuple[Float[Array, "T"], Float[Array, "T"]]:
-    """log p(target) and the entropy of p = softmax(hidden @ table.T / temperature), in nats and float32.
+    """log p(target) and the entropy of p = softmax(soft_cap(hidden @ table.T) / temperature), in nats and float32.
 
     Logits exist for `chunk` tokens at a time, forward and backward; only the log-sum-exp and the entropy are kept.
     """
-    return _forward(hidden_TD, table_VD, target_T, temperature, chunk)[0]
+    return _forward(hidden_TD, table_VD, target_T, temperature, chunk, softcap)[0]
 
 
 def _forward(
-    hidden: Array, table: Array, target: Array, temperature: float, chunk: int
+    hidden: Array, table: Array, target: Array, temperature: float, chunk: int, softcap: float
 ) -> tuple[tuple[Array, Array], tuple[Array, ...]]:
     def one(args: tuple[Array, Array]) -> tuple[Array, Array, Array]:
         h, t = args
-        z = dot("TD,VD->TV", h, table) / temperature
+        z = soft_cap(dot("TD,VD->TV", h, table), softcap) / temperature
         lse = jax.nn.logsumexp(z, axis=-1)
         p = jnp.exp(z - lse[:, None])
         return jnp.take_along_axis(z, t[:, None], 1)[:, 0] - lse, lse - jnp.sum(p * z, -1), lse
@@ -47,18 +48,21 @@ def _forward(
     return (logprob, entropy), (hidden, table, target, lse, entropy)
 
 
-def _backward(temperature: float, chunk: int, saved: tuple[Array, ...], cts: tuple[Array, Array]) -> tuple[Array, Array, None]:
+def _backward(
+    temperature: float, chunk: int, softcap: float, saved: tuple[Array, ...], cts: tuple[Array, Array]
+) -> tuple[Array, Array, None]:
     hidden, table, target, lse, entropy = saved
     columns = [_chunks(x, chunk) for x in (hidden, target, lse, entropy, *cts)]
 
     def one(d_table: Array, args: list[Array]) -> tuple[Array, Array]:
         h, t, lse, entropy, d_logprob, d_entropy = args
-        z = dot("TD,VD->TV", h, table) / temperature
-        log_p = z - lse[:, None]
+        capped = soft_cap(dot("TD,VD->TV", h, table), softcap)
+        log_p = capped / temperature - lse[:, None]
         p = jnp.exp(log_p)
         # d log p(t) / dz = onehot(t) - p;  dH / dz = -p (log p + H)
         d_z = -p * (d_logprob[:, None] + d_entropy[:, None] * (log_p + entropy[:, None]))
         d_z = d_z.at[jnp.arange(chunk), t].add(d_logprob) / temperature
+        d_z = d_z * (1 - jnp.square(capped / softcap)) if softcap else d_z
         return d_table + dot("TV,TD->VD", d_z, h), dot("TV,VD->TD", d_z, table).astype(hidden.dtype)
 
     d_table, d_hidden = jax.lax.scan(one, jnp.zeros(table.shape, jnp.float32), columns)

@@ -19,10 +19,15 @@ from flax import nnx
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from jaxagent.models import qwen
+from jaxagent.models import gemma, llama, mistral, qwen
 from jaxagent.models.transformer import Decoder, DecoderConfig, Params, params_of
 
-FAMILIES: Mapping[str, ModuleType] = {"qwen2": qwen, "qwen3": qwen}
+FAMILIES: Mapping[str, ModuleType] = {
+    **dict.fromkeys(("qwen2", "qwen3", "qwen3_moe"), qwen),
+    "llama": llama,
+    **dict.fromkeys(("gemma2", "gemma3", "gemma3_text"), gemma),
+    "mistral": mistral,
+}
 # Tensors that some checkpoints carry and that hold nothing of their own.
 _IGNORED = ("rotary_emb.inv_freq",)
 _DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}

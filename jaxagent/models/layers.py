@@ -1,16 +1,17 @@
-"""The pieces every decoder is made of: weights with logical axes, RMS norm, rotary embedding."""
+"""The pieces every decoder is made of: weights with logical axes, projections, RMS norm, activations."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 
-def weight(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str, ...], scale: float) -> nnx.Param:
+def weight(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str | None, ...], scale: float) -> nnx.Param:
     """A normal weight of deviation `scale`; `axes` names each dimension for the sharding table."""
     return nnx.Param(jax.random.normal(rngs.params(), shape, jnp.float32) * scale, axes=axes)
 
@@ -45,22 +46,16 @@ def _project_backward(equation: str, saved: tuple[Array, Array], ct: Array) -> t
 project.defvjp(_project_forward, _project_backward)
 
 
-def rms_norm(x: Float[Array, "... D"], scale: Float[Array, "D"], eps: float) -> Float[Array, "... D"]:
-    """x / rms(x) * scale, with the mean taken in float32 (Zhang and Sennrich 2019, eq. 4)."""
+def rms_norm(x: Float[Array, "... D"], scale: Float[Array, "D"], eps: float, plus_one: bool = False) -> Float[Array, "... D"]:
+    """x / rms(x) * scale, with the mean taken in float32 (Zhang and Sennrich 2019, eq. 4).
+
+    With `plus_one` the stored weight is the scale's distance from one, and the product too is taken in float32 (Gemma).
+    """
     wide = x.astype(jnp.float32)
     normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    if plus_one:
+        return (normed * (1.0 + scale.astype(jnp.float32))).astype(x.dtype)
     return normed.astype(x.dtype) * scale
 
 
-def rotary(pos_BT: Int[Array, "B T"], width: int, theta: float) -> tuple[Float[Array, "B T 1 H2"], Float[Array, "B T 1 H2"]]:
-    """Cosine and sine of the rotation at each position (Su et al. 2021); the halves rotate, as in transformers."""
-    half = width // 2
-    frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    angle = pos_BT[..., None, None].astype(jnp.float32) * frequency
-    return jnp.cos(angle), jnp.sin(angle)
-
-
-def rotate(x_BTNH: Float[Array, "B T N H"], cos: Array, sin: Array) -> Float[Array, "B T N H"]:
-    """Rotates the two halves of each head."""
-    a, b = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_BTNH.dtype)
+ACTIVATIONS: dict[str, Callable[[Array], Array]] = {"silu": jax.nn.silu, "gelu_tanh": partial(jax.nn.gelu, approximate=True)}

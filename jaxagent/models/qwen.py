@@ -1,90 +1,91 @@
-"""Qwen2, Qwen2.5 and Qwen3 checkpoints: their config.json, and where each of their tensors lives in ours."""
+"""Qwen2, Qwen2.5, Qwen3 and Qwen3-MoE: their config.json and tensor names, and what is peculiar to them.
+
+Qwen2 adds biases to queries, keys and values, and its later layers may slide. Qwen3 has none and norms queries and keys per
+head. Qwen3-MoE is Qwen3 with a mixture of experts in every layer.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
+from jaxagent.models.family import (
+    ATTENTION,
+    MLP,
+    MLP_NORM,
+    QK_NORMS,
+    QKV_BIASES,
+    Tensors,
+    completed,
+    layer_types,
+    read,
+    refuse,
+    sliding_layers,
+    top_tensors,
+    write,
+)
 from jaxagent.models.transformer import DecoderConfig
 
-ARCHITECTURES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+__all__ = ["from_hf", "layer_tensors", "to_hf", "top_tensors"]
 
-# Per layer: the checkpoint's name, ours, and the kind of its layout (see hf.py).
-LAYER = (
-    ("input_layernorm.weight", "attn_norm", "as_is"),
-    ("self_attn.q_proj.weight", "q", "into_heads"),
-    ("self_attn.k_proj.weight", "k", "into_heads"),
-    ("self_attn.v_proj.weight", "v", "into_heads"),
-    ("self_attn.o_proj.weight", "o", "out_of_heads"),
-    ("post_attention_layernorm.weight", "mlp_norm", "as_is"),
-    ("mlp.gate_proj.weight", "gate", "transposed"),
-    ("mlp.up_proj.weight", "up", "transposed"),
-    ("mlp.down_proj.weight", "down", "transposed"),
+ARCHITECTURES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
+_DEFAULTS = {
+    "qwen2": {"max_window_layers": 28, "sliding_window": 4096},
+    "qwen3": {"head_dim": 128, "max_window_layers": 28, "sliding_window": 4096},
+    "qwen3_moe": {"sliding_window": 4096, "num_experts_per_tok": 8, "norm_topk_prob": False},
+}
+EXPERTS: Tensors = (
+    ("mlp.gate.weight", "router", "transposed"),
+    ("mlp.experts.{expert}.gate_proj.weight", "gate", "transposed"),
+    ("mlp.experts.{expert}.up_proj.weight", "up", "transposed"),
+    ("mlp.experts.{expert}.down_proj.weight", "down", "transposed"),
 )
-BIASES = tuple((f"self_attn.{x}_proj.bias", f"{x}_bias", "heads") for x in "qkv")
-QK_NORMS = tuple((f"self_attn.{x}_norm.weight", f"{x}_norm", "as_is") for x in "qk")
 
 
 def from_hf(c: dict[str, Any]) -> DecoderConfig:
     """Our config from config.json. Raises ValueError naming a field that is not supported."""
-    rope = c.get("rope_parameters") or c.get("rope_scaling") or {}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    refused = {
-        "rope type": (kind, "default"),
-        "use_sliding_window": (bool(c.get("use_sliding_window")), False),
-        "hidden_act": (c.get("hidden_act", "silu"), "silu"),
-        "attention_bias": (bool(c.get("attention_bias")), False),
-    }
-    faults = [f"{name}={got!r} (supported: {want!r})" for name, (got, want) in refused.items() if got != want]
-    if faults:
-        raise ValueError(f"config.json of {c.get('model_type')}: {'; '.join(faults)}")
-    heads = c["num_attention_heads"]
-    return DecoderConfig(
-        vocab_size=c["vocab_size"],
-        width=c["hidden_size"],
-        layers=c["num_hidden_layers"],
-        heads=heads,
-        kv_heads=c.get("num_key_value_heads", heads),
-        head_width=c.get("head_dim") or c["hidden_size"] // heads,
-        ffn_width=c["intermediate_size"],
-        rope_theta=float(c.get("rope_theta") or rope.get("rope_theta") or 10000.0),
-        norm_eps=float(c.get("rms_norm_eps", 1e-6)),
-        tied_head=bool(c.get("tie_word_embeddings", False)),
+    c = completed(c, _DEFAULTS[c["model_type"]])
+    refuse(c, {"hidden_act": "silu", "attention_bias": False})
+    sliding: tuple[bool, ...] = ()
+    if c.get("use_sliding_window"):
+        first = c["max_window_layers"] if c["model_type"] != "qwen3_moe" else 0
+        sliding = sliding_layers(c, tuple(i >= first for i in range(c["num_hidden_layers"])))
+    mixture = {}
+    if c["model_type"] == "qwen3_moe":
+        refuse(c, {"mlp_only_layers": [], "decoder_sparse_step": 1})
+        mixture = {
+            "experts": c["num_experts"] if "num_experts" in c else c["num_local_experts"],
+            "experts_per_token": c["num_experts_per_tok"],
+            "normalised_experts": c["norm_topk_prob"],
+            "ffn_width": c["moe_intermediate_size"],
+        }
+    return read(
+        c,
         qkv_bias=c["model_type"] == "qwen2",
-        qk_norm=c["model_type"] == "qwen3",
-        max_positions=c.get("max_position_embeddings", 32768),
-        family=c["model_type"],
+        qk_norm=c["model_type"] != "qwen2",
+        sliding=sliding if any(sliding) else (),
+        window=c["sliding_window"] if any(sliding) else 0,
+        **mixture,
     )
 
 
 def to_hf(c: DecoderConfig) -> dict[str, Any]:
     """config.json as transformers reads it."""
-    return {
-        "architectures": [ARCHITECTURES[c.family]],
-        "model_type": c.family,
-        "vocab_size": c.vocab_size,
-        "hidden_size": c.width,
-        "num_hidden_layers": c.layers,
-        "num_attention_heads": c.heads,
-        "num_key_value_heads": c.kv_heads,
-        "head_dim": c.head_width,
-        "intermediate_size": c.ffn_width,
-        "rope_theta": c.rope_theta,
-        "rope_parameters": {"rope_type": "default", "rope_theta": c.rope_theta},
-        "rms_norm_eps": c.norm_eps,
-        "tie_word_embeddings": c.tied_head,
-        "max_position_embeddings": c.max_positions,
-        "hidden_act": "silu",
-        "use_sliding_window": False,
-        "attention_bias": False,
-    }
+    own: dict[str, Any] = {"hidden_act": "silu", "attention_bias": False, "use_sliding_window": any(c.sliding)}
+    if any(c.sliding):
+        own |= {"sliding_window": c.window, "layer_types": layer_types(c), "max_window_layers": c.sliding.index(True)}
+    if c.experts:
+        own |= {
+            "num_experts": c.experts,
+            "num_experts_per_tok": c.experts_per_token,
+            "norm_topk_prob": c.normalised_experts,
+            "moe_intermediate_size": c.ffn_width,
+            "mlp_only_layers": [],
+            "decoder_sparse_step": 1,
+        }
+    return write(c, ARCHITECTURES[c.family], **own)
 
 
-def layer_tensors(c: DecoderConfig) -> tuple[tuple[str, str, str], ...]:
+def layer_tensors(c: DecoderConfig) -> Tensors:
     """The (checkpoint name, our name, layout) of every tensor of a layer."""
-    return LAYER + (BIASES if c.qkv_bias else ()) + (QK_NORMS if c.qk_norm else ())
-
-
-def top_tensors(c: DecoderConfig) -> tuple[tuple[str, str, str], ...]:
-    """The same for the tensors outside the layers."""
-    head = () if c.tied_head else (("lm_head.weight", "head", "as_is"),)
-    return (("model.embed_tokens.weight", "embed", "as_is"), ("model.norm.weight", "norm", "as_is"), *head)
+    norms, biases = QK_NORMS if c.qk_norm else (), QKV_BIASES if c.qkv_bias else ()
+    return ATTENTION + MLP_NORM + (EXPERTS if c.experts else MLP) + biases + norms

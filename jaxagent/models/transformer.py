@@ -13,12 +13,36 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from jaxagent.models.attention import Attend, dot, packed
-from jaxagent.models.layers import constant, project, rms_norm, rotary, rotate, weight
+from jaxagent.models.attention import Attend, AttentionSpec, dot, packed, soft_cap
+from jaxagent.models.layers import ACTIVATIONS, constant, project, rms_norm, weight
+from jaxagent.models.lora import LoraSpec
+from jaxagent.models.moe import ExpertWeights, MixtureSpec, Routing, mix_experts
+from jaxagent.models.rope import PLAIN, RopeScaling, Rotation, rotary, rotate
+from jaxagent.sharding import DeviceMesh
 
 Params = dict[str, Any]
+
+# What a layer keeps for its backward pass; the rest is computed again. Least memory last.
+REMAT: dict[str, Any] = {
+    "none": None,
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,  # the output of every projection
+    "attention": jax.checkpoint_policies.save_only_these_names("attention"),  # the output of attention
+    "full": jax.checkpoint_policies.nothing_saveable,  # its input only
+}
+
+# The linear maps of a layer: what a low-rank adapter may be put on.
+LINEARS = {
+    "q": "BTD,DNH->BTNH",
+    "k": "BTD,DNH->BTNH",
+    "v": "BTD,DNH->BTNH",
+    "o": "BTNH,NHD->BTD",
+    "gate": "BTD,DF->BTF",
+    "up": "BTD,DF->BTF",
+    "down": "BTF,FD->BTD",
+}
 
 
 @dataclass(frozen=True)
@@ -31,13 +55,29 @@ class DecoderConfig:
     heads: int  # N
     kv_heads: int  # K
     head_width: int  # H
-    ffn_width: int  # F
+    ffn_width: int  # F, of an expert where there are experts
     rope_theta: float = 1e6
+    rope_scaling: RopeScaling = PLAIN
     norm_eps: float = 1e-6
     tied_head: bool = True
-    qkv_bias: bool = False  # Qwen2
-    qk_norm: bool = False  # Qwen3
+    qkv_bias: bool = False
+    o_bias: bool = False
+    qk_norm: bool = False
+    activation: str = "silu"
+    sliding: tuple[bool, ...] = ()  # which layers see only the window; () is none
+    window: int = 0
+    local_rope_theta: float = 0.0  # of sliding layers, without scaling; 0 is as all others
+    attn_scale: float = 0.0  # of the scores; 0 is H ** -0.5
+    attn_softcap: float = 0.0  # 0 is off
+    logit_softcap: float = 0.0
+    plus_one_norms: bool = False  # norms store their distance from one
+    post_norms: bool = False  # attention and feed-forward are normed again before they are added
+    scaled_embed: bool = False  # the embedding is multiplied by sqrt(D)
+    experts: int = 0  # E; 0 is a dense feed-forward
+    experts_per_token: int = 0
+    normalised_experts: bool = False  # the weights of a token's experts sum to one
     max_positions: int = 32768
+    lora: LoraSpec | None = None
     family: str = "qwen3"  # which file of models/ reads and writes its checkpoints
 
     def __post_init__(self) -> None:
@@ -45,6 +85,29 @@ class DecoderConfig:
             raise ValueError(f"heads must be a multiple of kv_heads, got heads={self.heads}, kv_heads={self.kv_heads}")
         if self.head_width % 2:
             raise ValueError(f"head_width must be even for the rotary embedding, got {self.head_width}")
+        if self.sliding and len(self.sliding) != self.layers:
+            raise ValueError(f"sliding must name every one of the {self.layers} layers, got {len(self.sliding)}")
+        if any(self.sliding) and self.window < 1:
+            raise ValueError(f"sliding layers need a window of at least 1, got {self.window}")
+        if self.experts and not 1 <= self.experts_per_token <= self.experts:
+            raise ValueError(f"experts_per_token must be between 1 and experts={self.experts}, got {self.experts_per_token}")
+
+    @property
+    def attention(self) -> AttentionSpec:
+        window = self.window if any(self.sliding) else 0
+        return AttentionSpec(self.attn_scale or self.head_width**-0.5, self.attn_softcap, window)
+
+    @property
+    def mixture(self) -> MixtureSpec:
+        return MixtureSpec(self.experts, self.experts_per_token, self.normalised_experts)
+
+    def slides(self, layer: int) -> bool:
+        return bool(self.sliding) and self.sliding[layer]
+
+    def rotations(self, pos_BT: Int[Array, "B T"]) -> tuple[Rotation, Rotation]:
+        """Those of full and of sliding layers, which are the same array where the model has one base."""
+        full = rotary(pos_BT, self.head_width, self.rope_theta, self.rope_scaling)
+        return full, rotary(pos_BT, self.head_width, self.local_rope_theta) if self.local_rope_theta else full
 
 
 class Block(nnx.Module):
@@ -55,9 +118,9 @@ class Block(nnx.Module):
         self.config = config
         ax = ("layers",) * len(stack)
         shrink = (2 * c.layers) ** -0.5  # keeps the residual stream's variance bounded at any depth
-        into, out_of = c.width**-0.5, (c.heads * c.head_width) ** -0.5 * shrink
+        into, out_of, norm = c.width**-0.5, (c.heads * c.head_width) ** -0.5 * shrink, 1.0 - c.plus_one_norms
         heads, kv_heads = (c.width, c.heads, c.head_width), (c.width, c.kv_heads, c.head_width)
-        self.attn_norm = constant((*stack, c.width), (*ax, "embed"), 1.0)
+        self.attn_norm = constant((*stack, c.width), (*ax, "embed"), norm)
         self.q = weight(rngs, (*stack, *heads), (*ax, "embed", "heads", "head"), into)
         self.k = weight(rngs, (*stack, *kv_heads), (*ax, "embed", "kv_heads", "head"), into)
         self.v = weight(rngs, (*stack, *kv_heads), (*ax, "embed", "kv_heads", "head"), into)
@@ -66,30 +129,99 @@ class Block(nnx.Module):
             self.q_bias = constant((*stack, *heads[1:]), (*ax, "heads", "head"), 0.0)
             self.k_bias = constant((*stack, *kv_heads[1:]), (*ax, "kv_heads", "head"), 0.0)
             self.v_bias = constant((*stack, *kv_heads[1:]), (*ax, "kv_heads", "head"), 0.0)
+        if c.o_bias:
+            self.o_bias = constant((*stack, c.width), (*ax, "embed"), 0.0)
         if c.qk_norm:
-            self.q_norm = constant((*stack, c.head_width), (*ax, "head"), 1.0)
-            self.k_norm = constant((*stack, c.head_width), (*ax, "head"), 1.0)
-        self.mlp_norm = constant((*stack, c.width), (*ax, "embed"), 1.0)
-        self.gate = weight(rngs, (*stack, c.width, c.ffn_width), (*ax, "embed", "ffn"), into)
-        self.up = weight(rngs, (*stack, c.width, c.ffn_width), (*ax, "embed", "ffn"), into)
-        self.down = weight(rngs, (*stack, c.ffn_width, c.width), (*ax, "ffn", "embed"), c.ffn_width**-0.5 * shrink)
+            self.q_norm = constant((*stack, c.head_width), (*ax, "head"), norm)
+            self.k_norm = constant((*stack, c.head_width), (*ax, "head"), norm)
+        self.mlp_norm = constant((*stack, c.width), (*ax, "embed"), norm)
+        if c.post_norms:
+            self.post_attn_norm = constant((*stack, c.width), (*ax, "embed"), norm)
+            self.post_mlp_norm = constant((*stack, c.width), (*ax, "embed"), norm)
+        of_all = (c.experts,) if c.experts else ()
+        names = ("experts", "expert_embed") if c.experts else ("embed",)
+        if c.experts:
+            self.router = weight(rngs, (*stack, c.width, c.experts), (*ax, "embed", None), into)
+        self.gate = weight(rngs, (*stack, *of_all, c.width, c.ffn_width), (*ax, *names, "ffn"), into)
+        self.up = weight(rngs, (*stack, *of_all, c.width, c.ffn_width), (*ax, *names, "ffn"), into)
+        down = (*ax, *names[:-1], "ffn", names[-1])
+        self.down = weight(rngs, (*stack, *of_all, c.ffn_width, c.width), down, c.ffn_width**-0.5 * shrink)
+        if c.lora:
+            self._add_adapters(c.lora, rngs, len(stack))
+
+    def _add_adapters(self, lora: LoraSpec, rngs: nnx.Rngs, stacked: int) -> None:
+        """Low-rank factors beside every target: `a` small and random, `b` zero, so that they change nothing at first."""
+        for name in lora.targets:
+            kernel = getattr(self, name)
+            shape, axes, inputs = kernel[...].shape, kernel.get_metadata()["axes"], stacked + _input_dimensions(name)
+            fan_in = 1
+            for length in shape[stacked:inputs]:
+                fan_in *= length
+            a, b = (*shape[:inputs], lora.rank), (*shape[:stacked], lora.rank, *shape[inputs:])
+            setattr(self, f"{name}_lora_a", weight(rngs, a, (*axes[:inputs], "rank"), (3 * fan_in) ** -0.5))
+            setattr(self, f"{name}_lora_b", constant(b, (*axes[:stacked], "rank", *axes[inputs:]), 0.0))
+
+    def _linear(self, name: str, x: Array) -> Array:
+        equation, lora = LINEARS[name], self.config.lora
+        y = project(equation, x, getattr(self, name)[...])
+        if lora is None or name not in lora.targets:
+            return y
+        left, right, out = equation.replace("->", ",").split(",")
+        inputs = right[: _input_dimensions(name)]
+        low = project(f"{left},{inputs}R->BTR", x, getattr(self, f"{name}_lora_a")[...])
+        return y + lora.scale * project(f"BTR,R{right[len(inputs) :]}->{out}", low, getattr(self, f"{name}_lora_b")[...])
+
+    def _norm(self, name: str, x: Array) -> Array:
+        return rms_norm(x, getattr(self, name)[...], self.config.norm_eps, self.config.plus_one_norms)
 
     def __call__(
-        self, x_BTD: Float[Array, "B T D"], rope: tuple[Array, Array], attend: Attend, cache: Any
-    ) -> tuple[Float[Array, "B T D"], Any]:
-        """Returns the layer's output and its cache, extended by `attend`."""
+        self,
+        x_BTD: Float[Array, "B T D"],
+        ropes: tuple[Rotation, Rotation],
+        attend: Attend,
+        cache: Any,
+        sliding: bool | Array = False,
+        mesh: DeviceMesh | None = None,
+        replay: Int[Array, "B T k"] | None = None,
+    ) -> tuple[Float[Array, "B T D"], Any, Routing | None]:
+        """Returns the layer's output, its cache extended by `attend`, and where its tokens were routed to.
+
+        Args:
+            ropes: rotations of full and of sliding layers.
+            sliding: whether this layer is a sliding one; data in a scan over mixed layers.
+            replay: the experts to use instead of the router's choice; -1 leaves it the choice.
+        """
         c = self.config
-        h = rms_norm(x_BTD, self.attn_norm[...], c.norm_eps)
-        q, k, v = (project("BTD,DNH->BTNH", h, w[...]) for w in (self.q, self.k, self.v))
+        h = self._norm("attn_norm", x_BTD)
+        q, k, v = (self._linear(name, h) for name in "qkv")
         if c.qkv_bias:
             q, k, v = q + self.q_bias[...], k + self.k_bias[...], v + self.v_bias[...]
         if c.qk_norm:
-            q, k = rms_norm(q, self.q_norm[...], c.norm_eps), rms_norm(k, self.k_norm[...], c.norm_eps)
-        out, cache = attend(rotate(q, *rope), rotate(k, *rope), v, cache)
-        x_BTD = x_BTD + project("BTNH,NHD->BTD", out, self.o[...])
-        h = rms_norm(x_BTD, self.mlp_norm[...], c.norm_eps)
-        gated = jax.nn.silu(project("BTD,DF->BTF", h, self.gate[...])) * project("BTD,DF->BTF", h, self.up[...])
-        return x_BTD + project("BTF,FD->BTD", gated, self.down[...]), cache
+            q, k = self._norm("q_norm", q), self._norm("k_norm", k)
+        if isinstance(sliding, bool):
+            rope = ropes[sliding]
+        else:
+            rope = jax.tree.map(lambda full, local: jnp.where(sliding, local, full), *ropes) if c.local_rope_theta else ropes[0]
+        out, cache = attend(rotate(q, *rope), rotate(k, *rope), v, cache, sliding)
+        out = self._linear("o", checkpoint_name(out, "attention"))
+        if c.o_bias:
+            out = out + self.o_bias[...]
+        x_BTD = x_BTD + (self._norm("post_attn_norm", out) if c.post_norms else out)
+        out, routing = self._feed_forward(self._norm("mlp_norm", x_BTD), mesh, replay)
+        return x_BTD + (self._norm("post_mlp_norm", out) if c.post_norms else out), cache, routing
+
+    def _feed_forward(self, h: Array, mesh: DeviceMesh | None, replay: Array | None) -> tuple[Array, Routing | None]:
+        if self.config.experts:
+            weights = ExpertWeights(self.router[...], self.gate[...], self.up[...], self.down[...])
+            return mix_experts(h, weights, self.config.mixture, mesh, replay_BTk=replay)
+        gated = ACTIVATIONS[self.config.activation](self._linear("gate", h)) * self._linear("up", h)
+        return self._linear("down", gated), None
+
+
+def _input_dimensions(name: str) -> int:
+    """How many dimensions of a layer's weight are summed over."""
+    operands, out = LINEARS[name].split("->")
+    return sum(letter not in out for letter in operands.split(",")[1])
 
 
 class Decoder(nnx.Module):
@@ -100,33 +232,63 @@ class Decoder(nnx.Module):
         table = (config.vocab_size, config.width)
         self.embed = weight(rngs, table, ("vocab", "embed"), config.width**-0.5 if config.tied_head else 1.0)
         self.blocks = Block(config, rngs, stack=(config.layers,))
-        self.norm = constant((config.width,), ("embed",), 1.0)
+        self.norm = constant((config.width,), ("embed",), 1.0 - config.plus_one_norms)
         if not config.tied_head:
             self.head = weight(rngs, table, ("vocab", "embed"), config.width**-0.5)
 
     def hidden(
-        self, tokens_BT: Int[Array, "B T"], pos_BT: Int[Array, "B T"], attend: Attend, *, remat: bool = False
-    ) -> Float[Array, "B T D"]:
-        """The normed output of the last layer, by a scan over the layers; no cache is kept."""
-        rope = rotary(pos_BT, self.config.head_width, self.config.rope_theta)
+        self,
+        tokens_BT: Int[Array, "B T"],
+        pos_BT: Int[Array, "B T"],
+        attend: Attend,
+        *,
+        remat: str = "none",
+        mesh: DeviceMesh | None = None,
+        replay: Int[Array, "L B T k"] | None = None,
+    ) -> tuple[Float[Array, "B T D"], Routing | None]:
+        """The normed output of the last layer, by a scan over the layers, and the routing of all layers; no cache is kept.
+
+        Args:
+            remat: a name of REMAT.
+            mesh: over which activations are cut; None is one device.
+        """
+        c = self.config
+        ropes = c.rotations(pos_BT)
         graph, stacked = nnx.split(self.blocks)
+        mixed = any(c.sliding) and not all(c.sliding)
+        cut = mesh.constrain if mesh else lambda x, axes: x
 
-        def layer(x: Array, weights: Any) -> tuple[Array, None]:
-            return nnx.merge(graph, weights)(x, rope, attend, None)[0], None
+        def layer(x: Array, given: tuple[Any, Array | None, Array | None]) -> tuple[Array, Routing | None]:
+            weights, slides, chosen = given
+            sliding = any(c.sliding) if slides is None else slides
+            x, _, routing = nnx.merge(graph, weights)(x, ropes, attend, None, sliding, mesh, chosen)
+            return cut(x, ("rows", "length", None)), routing
 
-        step = jax.checkpoint(layer) if remat else layer
-        x, _ = jax.lax.scan(step, self.embed[...][tokens_BT], stacked)
-        return rms_norm(x, self.norm[...], self.config.norm_eps)
+        step = layer if remat == "none" else jax.checkpoint(layer, policy=REMAT[remat], prevent_cse=False)
+        x = cut(embed(self.embed[...], tokens_BT, c), ("rows", "length", None))
+        x, routing = jax.lax.scan(step, x, (stacked, jnp.asarray(c.sliding) if mixed else None, replay))
+        return rms_norm(x, self.norm[...], c.norm_eps, c.plus_one_norms), routing
 
     def logits(self, hidden: Float[Array, "... D"]) -> Float[Array, "... V"]:
         """Next-token logits in float32."""
         table = self.embed if self.config.tied_head else self.head
-        return dot("...D,VD->...V", hidden, table[...])
+        return head_logits(table[...], hidden, self.config)
 
     def __call__(self, tokens_BT: Int[Array, "B T"]) -> Float[Array, "B T V"]:
         """Logits of whole rows without padding: the plain forward that everything else must equal."""
         pos = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
-        return self.logits(self.hidden(tokens_BT, pos, packed(jnp.ones_like(tokens_BT))))
+        attend = packed(jnp.ones_like(tokens_BT), self.config.attention)
+        return self.logits(self.hidden(tokens_BT, pos, attend)[0])
+
+
+def embed(table_VD: Float[Array, "V D"], tokens: Int[Array, "..."], config: DecoderConfig) -> Float[Array, "... D"]:
+    """The input of the first layer. Gemma's factor is rounded to the embedding's precision, as in transformers."""
+    x = table_VD[tokens]
+    return x * jnp.asarray(config.width**0.5, x.dtype) if config.scaled_embed else x
+
+
+def head_logits(table_VD: Float[Array, "V D"], hidden: Float[Array, "... D"], config: DecoderConfig) -> Float[Array, "... V"]:
+    return soft_cap(dot("...D,VD->...V", hidden, table_VD), config.logit_softcap)
 
 
 Policy = Decoder

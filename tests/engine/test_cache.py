@@ -36,7 +36,9 @@ def test_valid_tokens_are_written_at_their_positions_and_nothing_else_changes() 
     keys, values = random_cache()[0]
     pos, valid = jnp.asarray([[2, 3, 0], [5, 0, 0]]), jnp.asarray([[True, True, False], [True, False, False]])
     q, k, v = normal(1, 2, 3, 4, 8), normal(2, 2, 3, 2, 8), normal(3, 2, 3, 2, 8)
-    _, (new_keys, new_values) = attend_slots(jnp.asarray([2, 0]), pos, valid, 4)(q, k, v, (keys, values))
+    _, (new_keys, new_values) = attend_slots(jnp.asarray([2, 0]), pos, valid, 4, CONFIG.attention)(
+        q, k, v, (keys, values), False
+    )
     want_keys, want_values = np.array(keys), np.array(values)
     for row, token, slot, at in ((0, 0, 2, 2), (0, 1, 2, 3), (1, 0, 0, 5)):
         want_keys[slot, :, :, at], want_values[slot, :, at] = k[row, token], v[row, token]
@@ -48,9 +50,11 @@ def test_queries_see_what_the_slot_held_and_what_they_brought() -> None:
     keys, values = random_cache()[0]
     q, k, v = normal(1, 1, 2, 4, 8), normal(2, 1, 2, 2, 8), normal(3, 1, 2, 2, 8)
     pos = jnp.asarray([[3, 4]])
-    out, (keys, values) = attend_slots(jnp.asarray([1]), pos, jnp.ones((1, 2), bool), 4)(q, k, v, (keys, values))
+    out, (keys, values) = attend_slots(jnp.asarray([1]), pos, jnp.ones((1, 2), bool), 4, CONFIG.attention)(
+        q, k, v, (keys, values), False
+    )
     seen = jnp.arange(LENGTH) <= pos[..., None]
-    want = attend_masked(q, keys[1].transpose(2, 0, 1)[None], values[1].transpose(1, 0, 2)[None], seen)
+    want = attend_masked(q, keys[1].transpose(2, 0, 1)[None], values[1].transpose(1, 0, 2)[None], seen, CONFIG.attention)
     np.testing.assert_allclose(out, want, atol=1e-5)
 
 

@@ -13,7 +13,22 @@ from jaxagent.engine.steps import Rows, Steps, advance, make_steps, new_rows
 from jaxagent.models.transformer import Decoder, DecoderConfig, Params, params_of
 
 SLOTS, LENGTH, CHUNK, DECODE = 3, 24, 8, 4
-KINDS = {"tied, QK norm": {}, "untied, biases": {"qk_norm": False, "qkv_bias": True, "tied_head": False}}
+KINDS = {
+    "tied, QK norm": {},
+    "untied, biases": {"qk_norm": False, "qkv_bias": True, "tied_head": False},
+    "sliding, capped, scaled": {
+        "activation": "gelu_tanh",
+        "plus_one_norms": True,
+        "post_norms": True,
+        "scaled_embed": True,
+        "attn_softcap": 2.0,
+        "sliding": (True, False),
+        "window": 5,
+        "local_rope_theta": 20.0,
+        "logit_softcap": 3.0,
+    },
+    "a mixture": {"experts": 4, "experts_per_token": 2},
+}
 
 
 class Rig:
@@ -22,7 +37,7 @@ class Rig:
     def __init__(self, config: DecoderConfig):
         self.config = config
         self.policy: Decoder = tiny.policy(config)
-        self.steps: Steps = make_steps(config, dtype=jnp.dtype("float32"), chunk=CHUNK, decode_tokens=DECODE)
+        self.steps: Steps = make_steps(config, dtype=jnp.dtype("float32"), chunk=CHUNK, decode_tokens=DECODE, mesh=tiny.mesh())
         self.params: Params = self.steps.publish(params_of(self.policy)[1])
         self.full = jax.jit(lambda tokens: jax.nn.log_softmax(self.policy(tokens)))
         self.clear()
@@ -188,7 +203,7 @@ def test_published_weights_outlive_those_they_were_copied_from(rig: Rig) -> None
 
 def test_a_bfloat16_engine_is_near_the_float32_forward() -> None:
     rig = Rig(tiny.config(layers=1))
-    narrow = make_steps(rig.config, dtype=jnp.dtype("bfloat16"), chunk=CHUNK, decode_tokens=DECODE)
+    narrow = make_steps(rig.config, dtype=jnp.dtype("bfloat16"), chunk=CHUNK, decode_tokens=DECODE, mesh=tiny.mesh())
     rig.steps, rig.params = narrow, narrow.publish(params_of(rig.policy)[1])
     rig.cache = new_cache(rig.config, SLOTS, LENGTH, jnp.bfloat16)
     tokens = prompt(rig, 6)

@@ -175,11 +175,10 @@ def test_an_unknown_family_is_refused_with_those_that_are_known(checkpoint: Path
 @pytest.mark.parametrize(
     ("field", "value", "told"),
     [
-        ("use_sliding_window", True, "use_sliding_window=True"),
         ("hidden_act", "gelu", "hidden_act='gelu'"),
         ("attention_bias", True, "attention_bias=True"),
-        ("rope_parameters", {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}, "rope type='yarn'"),
-        ("rope_scaling", {"type": "linear", "factor": 2.0}, "rope type='linear'"),
+        ("rope_parameters", {"rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0}, "rope type='longrope'"),
+        ("rope_scaling", {"type": "dynamic", "factor": 2.0}, "rope type='dynamic'"),
     ],
 )
 def test_what_the_decoder_cannot_do_is_refused_by_name(checkpoint: Path, field: str, value: Any, told: str) -> None:

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxagent.models.layers import project, rms_norm, rotary, rotate
+from jaxagent.models.layers import project, rms_norm
+from jaxagent.models.rope import rotary, rotate
 
 
 def normal(seed: int, *shape: int) -> np.ndarray:

@@ -12,12 +12,37 @@ import tiny
 from flax import nnx
 
 from jaxagent.models.attention import packed
-from jaxagent.models.layers import rms_norm, rotary
-from jaxagent.models.transformer import Decoder, DecoderConfig, head_table, logical_axes, params_of, unstack
+from jaxagent.models.layers import rms_norm
+from jaxagent.models.lora import LoraSpec
+from jaxagent.models.rope import RopeScaling
+from jaxagent.models.transformer import (
+    Decoder,
+    DecoderConfig,
+    embed,
+    head_logits,
+    head_table,
+    logical_axes,
+    params_of,
+    unstack,
+)
 
+GEMMA = {
+    "activation": "gelu_tanh",
+    "plus_one_norms": True,
+    "post_norms": True,
+    "scaled_embed": True,
+    "sliding": (True, False),
+    "window": 3,
+}
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-like, tied": {},
     "qwen2-like, untied": {"qk_norm": False, "qkv_bias": True, "tied_head": False},
+    "llama-like": {"qk_norm": False, "rope_scaling": RopeScaling("llama3", 8.0, 16), "o_bias": True},
+    "mistral-like": {"qk_norm": False, "sliding": (True, True), "window": 3},
+    "gemma2-like": {**GEMMA, "qk_norm": False, "attn_softcap": 2.0, "logit_softcap": 3.0},
+    "gemma3-like": {**GEMMA, "local_rope_theta": 20.0, "rope_scaling": RopeScaling("linear", 8.0), "attn_scale": 0.1},
+    "a mixture": {"experts": 4, "experts_per_token": 2, "normalised_experts": True},
+    "with adapters": {"lora": LoraSpec(2, 3.0, ("q", "v", "o", "gate", "down"))},
 }
 
 
@@ -31,7 +56,7 @@ LENGTH = 9
 
 @jax.jit
 def forward(policy: Decoder, tokens: jax.Array, position: jax.Array, segment: jax.Array) -> jax.Array:
-    return policy.logits(policy.hidden(tokens, position, packed(segment)))
+    return policy.logits(policy.hidden(tokens, position, packed(segment, policy.config.attention))[0])
 
 
 def alone(policy: Decoder, tokens: np.ndarray) -> jax.Array:
@@ -73,34 +98,36 @@ def test_the_scan_over_layers_equals_a_loop_over_unstacked_ones(config: DecoderC
     @jax.jit
     def loop(params: Any) -> jax.Array:
         params = unstack(params, config.layers)
-        x, attend = params["embed"][tokens], packed(jnp.ones_like(tokens))
-        for weights in params["blocks"]:
-            x, _ = nnx.merge(graph, weights)(x, rotary(pos, config.head_width, config.rope_theta), attend, None)
-        return rms_norm(x, params["norm"], config.norm_eps) @ head_table(params, config).T
+        x, attend = embed(params["embed"], tokens, config), packed(jnp.ones_like(tokens), config.attention)
+        for i, weights in enumerate(params["blocks"]):
+            x = nnx.merge(graph, weights)(x, config.rotations(pos), attend, None, config.slides(i))[0]
+        hidden = rms_norm(x, params["norm"], config.norm_eps, config.plus_one_norms)
+        return head_logits(head_table(params, config), hidden, config)
 
     np.testing.assert_allclose(alone(policy, tokens), loop(params_of(policy)[1]), atol=1e-5)
 
 
-def gradient(config: DecoderConfig, tokens: np.ndarray, remat: bool) -> Any:
+def gradient(config: DecoderConfig, tokens: np.ndarray, remat: str) -> Any:
     graph, params = params_of(tiny.policy(config))
 
     def loss(params: Any) -> jax.Array:
         policy = nnx.merge(graph, params)
         segment = jnp.ones_like(tokens)
-        return jnp.sum(jnp.sin(policy.logits(policy.hidden(tokens, segment.cumsum(1) - 1, packed(segment), remat=remat))))
+        attend = packed(segment, config.attention)
+        return jnp.sum(jnp.sin(policy.logits(policy.hidden(tokens, segment.cumsum(1) - 1, attend, remat=remat)[0])))
 
     return jax.jit(jax.grad(loss))(params)
 
 
 def test_every_weight_has_a_gradient_and_recomputing_layers_does_not_change_it(config: DecoderConfig) -> None:
     tokens = tiny.tokens(config, 1, LENGTH)
-    grads = gradient(config, tokens, remat=False)
+    grads = gradient(config, tokens, remat="none")
     for path, grad in jax.tree_util.tree_leaves_with_path(grads):
         rows = np.any(np.reshape(grad, (grad.shape[0], -1)) != 0, axis=-1)
         unused = config.vocab_size - len(np.unique(tokens)) if path[0].key == "embed" and not config.tied_head else 0
         assert np.sum(~rows) == unused, path
-    if config.qk_norm:  # one kind is enough to compile twice
-        again = gradient(config, tokens, remat=True)
+    for remat in ("dots", "attention", "full") if config == tiny.config() else ():  # one kind is enough to compile again
+        again = gradient(config, tokens, remat=remat)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), grads, again)
 
 
@@ -115,6 +142,10 @@ def test_every_dimension_of_every_weight_has_a_name(config: DecoderConfig) -> No
         "head": config.head_width,
         "ffn": config.ffn_width,
         "layers": config.layers,
+        "experts": config.experts,
+        "expert_embed": config.width,
+        "rank": config.lora and config.lora.rank,
+        None: config.experts,
     }
     jax.tree.map(lambda w, names: np.testing.assert_equal(w.shape, tuple(sizes[name] for name in names)), params, axes)
 
