@@ -181,13 +181,12 @@ class Learner:
         policy = nnx.merge(self._graph, params)
         attend = packed(batch["segment"], self.config.attention)
         hidden, _ = policy.hidden(batch["tokens"], batch["position"], attend, remat=o.remat, mesh=self.mesh)
-        before = jnp.pad(hidden[:, :-1], ((0, 0), (1, 0), (0, 0)))
-        flat = before.reshape(-1, hidden.shape[-1])
-        table = head_table(params, self.config)
-        logprob, entropy = token_logprobs(
-            flat, table, batch["tokens"].reshape(-1), o.temperature, o.head_chunk, self.config.logit_softcap
+        table, following = head_table(params, self.config), jnp.pad(batch["tokens"][:, 1:], ((0, 0), (0, 1)))
+        each = token_logprobs(
+            hidden, table, following, o.temperature, o.head_chunk, self.config.logit_softcap, self.mesh
         )
-        return logprob.reshape(batch["tokens"].shape), entropy.reshape(batch["tokens"].shape)
+        logprob, entropy = (jnp.pad(x[:, :-1], ((0, 0), (1, 0))) for x in each)
+        return logprob, entropy
 
     def _loss(self, params: Params, batch: dict[str, Array], on_policy: Array) -> tuple[Array, dict[str, Array]]:
         a, o, mask = self.algorithm, self.options, batch["mask"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -96,6 +96,19 @@ class DeviceMesh:
     def constrain(self, x: jax.Array, axes: tuple[str | None, ...]) -> jax.Array:
         """Says inside a jit how an activation is cut; of a mesh of one device, nothing."""
         return x if self.mesh.size == 1 else jax.lax.with_sharding_constraint(x, self.sharding(axes, x.shape))
+
+    def per_device(self, f: Callable[..., Any], inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> Callable[..., Any]:
+        """`f` on every device's own parts of its arguments. Inside, collectives name the mesh axes.
+
+        Args:
+          inputs: the logical names of each argument's dimensions.
+          outputs: of each result's; or of the only result's.
+        """
+        several = bool(outputs) and isinstance(outputs[0], tuple)
+        results = tuple(self.spec(axes) for axes in outputs) if several else self.spec(outputs)
+        specs = tuple(self.spec(axes) for axes in inputs)
+        # Its check of replication knows no collective over several axes, and what comes of them here is by construction.
+        return jax.shard_map(f, mesh=self.mesh, in_specs=specs, out_specs=results, check_vma=False)
 
     def place(self, tree: Any, axes: tuple[str | None, ...] = ()) -> Any:
         """Puts every array of a tree onto the mesh, all by the same axes."""

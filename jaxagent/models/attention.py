@@ -37,10 +37,15 @@ class Attend(Protocol):
 
 
 def dot(equation: str, a: Array, b: Array) -> Array:
-    """An einsum accumulated in float32. XLA on CPU lacks bf16 x bf16 -> f32, so the inputs are widened there."""
-    if jax.default_backend() == "cpu":
-        return jnp.einsum(equation, a.astype(jnp.float32), b.astype(jnp.float32))
-    return jnp.einsum(equation, a, b, preferred_element_type=jnp.float32)
+    """An einsum accumulated in float32. XLA on CPU lacks bf16 x bf16 -> f32, so the inputs are widened there.
+
+    What it is compiled for decides, not what it is traced on: a CPU compiles for other machines too.
+    """
+    accumulate = partial(jnp.einsum, equation, preferred_element_type=jnp.float32)
+    if a.dtype == b.dtype == jnp.float32:
+        return accumulate(a, b)
+    widened = lambda a, b: accumulate(a.astype(jnp.float32), b.astype(jnp.float32))  # noqa: E731
+    return jax.lax.platform_dependent(a, b, cpu=widened, default=accumulate)
 
 
 def group_queries(q_BTNH: Float[Array, "B T N H"], kv_heads: int, scale: float) -> Float[Array, "B K T Q H"]:

@@ -17,7 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from jaxagent.models.attention import Attend, AttentionSpec, dot, packed, soft_cap
-from jaxagent.models.layers import ACTIVATIONS, constant, project, rms_norm, weight
+from jaxagent.models.layers import ACTIVATIONS, constant, look_up, project, rms_norm, weight
 from jaxagent.models.lora import LoraSpec
 from jaxagent.models.moe import ExpertWeights, MixtureSpec, Routing, mix_experts
 from jaxagent.models.rope import PLAIN, RopeScaling, Rotation, rotary, rotate
@@ -265,7 +265,7 @@ class Decoder(nnx.Module):
             return cut(x, ("rows", "length", None)), routing
 
         step = layer if remat == "none" else jax.checkpoint(layer, policy=REMAT[remat], prevent_cse=False)
-        x = cut(embed(self.embed[...], tokens_BT, c), ("rows", "length", None))
+        x = cut(embed(self.embed[...], tokens_BT, c, mesh), ("rows", "length", None))
         x, routing = jax.lax.scan(step, x, (stacked, jnp.asarray(c.sliding) if mixed else None, replay))
         return rms_norm(x, self.norm[...], c.norm_eps, c.plus_one_norms), routing
 
@@ -281,9 +281,11 @@ class Decoder(nnx.Module):
         return self.logits(self.hidden(tokens_BT, pos, attend)[0])
 
 
-def embed(table_VD: Float[Array, "V D"], tokens: Int[Array, "..."], config: DecoderConfig) -> Float[Array, "... D"]:
+def embed(
+    table_VD: Float[Array, "V D"], tokens_BT: Int[Array, "B T"], config: DecoderConfig, mesh: DeviceMesh | None = None
+) -> Float[Array, "B T D"]:
     """The input of the first layer. Gemma's factor is rounded to the embedding's precision, as in transformers."""
-    x = table_VD[tokens]
+    x = look_up(table_VD, tokens_BT, mesh if mesh and mesh.mesh.size > 1 else None)
     return x * jnp.asarray(config.width**0.5, x.dtype) if config.scaled_embed else x
 
 
