@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from jax.sharding import NamedSharding
 from jaxtyping import Array, Float
 
 from jaxagent.algos.table import Algorithm
@@ -90,18 +91,21 @@ class Learner:
         algorithm: Algorithm,
         options: LearnerOptions,
     ):
+        """Args: params: or their shapes only; such a learner holds no arrays, and its programs can be lowered but not run."""
         self.config, self.mesh, self.algorithm, self.options = config, mesh, algorithm, options
         if options.batch_rows % (rows := mesh.parts("rows")):
             raise ValueError(
                 f"learner.batch_rows={options.batch_rows} must be a multiple of mesh data x fsdp x expert = {rows}"
             )
+        if options.row_tokens % (parts := mesh.parts("length")):
+            raise ValueError(f"learner.row_tokens={options.row_tokens} must be a multiple of mesh context = {parts}")
         skeleton = nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0)))
         mesh.check(params, logical_axes(skeleton))
         self._graph = nnx.split(skeleton)[0]
         self._param_shardings = mesh.shardings(logical_axes(skeleton), params_of(skeleton)[1])
-        self.params: Params = jax.device_put(params, self._param_shardings)
-        self._rows = mesh.sharding(("rows", None))
-        acc_shardings = {"grads": self._param_shardings, "sums": mesh.sharding()}
+        self.params: Params = jax.tree.map(_placed, params, self._param_shardings)
+        self._rows = mesh.sharding(("rows", "length"))
+        self._acc_shardings = acc_shardings = {"grads": self._param_shardings, "sums": dict.fromkeys(_SUMS, mesh.sharding())}
         self._new_acc = jax.jit(self._zeros, out_shardings=acc_shardings)
         self._accumulate = jax.jit(self._accumulate_fn, donate_argnums=1, out_shardings=acc_shardings)
         self._score = jax.jit(lambda params, batch: self._logprobs(params, batch)[0])
@@ -143,6 +147,18 @@ class Learner:
         acc = self._accumulate(self.params, self._new_acc(), self._put(empty), np.bool_(True))
         copies = jax.tree.map(jnp.copy, (self.params, self.opt_state))
         jax.block_until_ready(self._apply(*copies, acc, np.float32(1.0), self._optimizer.numbers(0.0)))
+
+    def lower(self) -> dict[str, jax.stages.Lowered]:
+        """The programs of a step for the devices of the mesh, which need not be here: to be compiled and read."""
+        moments = jax.tree.map(_placed, jax.eval_shape(_IDLE_ADAMW.init, self.params), self._moment_shardings())
+        acc = jax.tree.map(_placed, jax.eval_shape(self._zeros), self._acc_shardings)
+        batch = Batch.empty(self.options.batch_rows, self.options.row_tokens).arrays()
+        batch = {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._rows) for name, x in batch.items()}
+        numbers = OptimizerOptions().numbers(0.0)
+        return {
+            "accumulate": self._accumulate.lower(self.params, acc, batch, np.bool_(True)),
+            "apply": self._apply.lower(self.params, moments, acc, np.float32(0.0), numbers),
+        }
 
     def score(self, batch: Batch) -> np.ndarray:
         """log p of every token under the current weights, [M, T], by the same function as the loss."""
@@ -222,6 +238,13 @@ class Learner:
         old = acc["sums"]
         joined = {k: jnp.maximum(old[k], v) if k.endswith("_max") else old[k] + v for k, v in sums.items()}
         return {"grads": jax.tree.map(jnp.add, acc["grads"], grads), "sums": joined}
+
+
+def _placed(x: Any, sharding: NamedSharding) -> Any:
+    """An array on the mesh, or the shape of one."""
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+    return jax.device_put(x, sharding)
 
 
 def _apply(params: Params, opt_state: Any, acc: Any, idle: Array, numbers: Any) -> tuple[Params, Any, dict[str, Array]]:
