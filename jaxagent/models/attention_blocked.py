@@ -7,9 +7,10 @@ segment of the row costs anything; attention_splash.py feeds the same table to i
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +24,7 @@ _LAST = 2**30  # where padding sorts among segments: behind all
 
 
 class Rows(NamedTuple):
-    """Where the queries of a call stand among its keys. The keys may be more than the queries: a shard has whole rows of keys."""
+    """Where the queries of a call stand among its keys, which may be more: a shard of a row has the keys of all of it."""
 
     pos_T: Array  # i32, a query's own key, one after the other; it sees the keys up to there
     segment_BT: Array  # i32, of each query
@@ -69,6 +70,13 @@ def pad_rows(rows: Rows, queries: int, keys: int) -> Rows:
 def pad_length(x: Array, length: int) -> Array:
     """Zeros behind dimension 1."""
     return jnp.pad(x, ((0, 0), (0, length - x.shape[1]), (0, 0), (0, 0)))
+
+
+def of_layer(attend: Callable[..., Array], sliding: bool | Array, *args: Any) -> Array:
+    """`attend(*args, sliding=...)`; where that is data both are compiled and one runs."""
+    if isinstance(sliding, bool):
+        return attend(*args, sliding=sliding)
+    return jax.lax.cond(sliding, partial(attend, sliding=True), partial(attend, sliding=False), *args)
 
 
 def round_up(length: int, block: int) -> int:
@@ -133,7 +141,7 @@ def _cut(x: Array, j: Array, block: int, axis: int = 2) -> Array:
 
 def _forward(
     q: Array, k: Array, v: Array, rows: Rows, window: Array, spec: AttentionSpec, block: int
-) -> tuple[Array, tuple[Array, ...]]:
+) -> tuple[Array, tuple[Any, ...]]:
     kv_heads = k.shape[2]
     k_BKSH, v_BKSH = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
     q_blocks = _q_blocks(q, kv_heads, block, spec.scale)
@@ -160,9 +168,7 @@ def _forward(
     return out, (q, k, v, rows, window, out, checkpoint_name(lse, "attention"))
 
 
-def _backward(
-    spec: AttentionSpec, block: int, saved: tuple[Array, ...], d_out: Array
-) -> tuple[Array, Array, Array, None, None]:
+def _backward(spec: AttentionSpec, block: int, saved: tuple[Any, ...], d_out: Array) -> tuple[Array, Array, Array, None, None]:
     q, k, v, rows, window, out, lse = saved
     kv_heads = k.shape[2]
     k_BKSH, v_BKSH = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
@@ -187,8 +193,8 @@ def _backward(
             d_v = _add(d_v, dot("BKZQS,BKZQH->BKSH", weights.astype(d_out.dtype), d_out), j, block)
             return d_q, d_k, d_v
 
-        d_q, *grads = jax.lax.fori_loop(first, end, step, (jnp.zeros(q.shape, jnp.float32), *grads))
-        return tuple(grads), d_q
+        d_q, d_k, d_v = jax.lax.fori_loop(first, end, step, (jnp.zeros(q.shape, jnp.float32), *grads))
+        return (d_k, d_v), d_q
 
     start = jnp.zeros(k_BKSH.shape, jnp.float32), jnp.zeros(v_BKSH.shape, jnp.float32)
     (d_k, d_v), d_q = jax.lax.scan(one, start, (*blocks, lse, *_schedule(rows, window, block)))

@@ -16,7 +16,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info
 from jaxtyping import Array, Bool, Int
 
 from jaxagent.models.attention import AttentionSpec
-from jaxagent.models.attention_blocked import Rows, active_blocks, pad_length, pad_rows, round_up
+from jaxagent.models.attention_blocked import Rows, active_blocks, of_layer, pad_length, pad_rows, round_up
 
 LANES = 128  # a TPU register's width: block sizes and key positions are multiples of it
 BLOCK = 512  # queries and keys of a block, at most
@@ -46,10 +46,7 @@ class Splash:
     block: int = BLOCK
 
     def __call__(self, q: Array, k: Array, v: Array, rows: Rows, sliding: bool | Array) -> Array:
-        if isinstance(sliding, bool) or not self.spec.window:
-            return self._attend(q, k, v, rows, sliding is True and self.spec.window > 0)
-        full, near = (lambda *args, s=s: self._attend(*args, s) for s in (False, True))
-        return jax.lax.cond(sliding, near, full, q, k, v, rows)
+        return of_layer(self._attend, bool(self.spec.window) and sliding, q, k, v, rows)
 
     def _attend(self, q: Array, k: Array, v: Array, rows: Rows, sliding: bool) -> Array:
         batch, length, heads, width = q.shape
@@ -58,12 +55,13 @@ class Splash:
         padded_q, padded_k = round_up(length, block_q), round_up(keys, block_kv)
         rows = pad_rows(rows, padded_q, padded_k)
         kernel = self._kernel(rows, sliding, block_q, block_kv)
+        dtype_of_rows = q.dtype
         dtype = jnp.float32 if self.interpret else q.dtype  # XLA on CPU has no bf16 x bf16 -> f32
         q = _end_to_end(pad_length((q * self.spec.scale).astype(dtype), padded_q))
         k, v = (_end_to_end(pad_length(x.astype(dtype), padded_k)) for x in (k, v))
         out = kernel(q, k, v, splash.SegmentIds(rows.segment_BT.reshape(-1), rows.segment_BS.reshape(-1)))
-        out = out.reshape(heads, batch, padded_q, width).transpose(1, 2, 0, 3)
-        return out[:, :length]
+        assert isinstance(out, jax.Array)  # as no residuals are asked for
+        return out.reshape(heads, batch, padded_q, width).transpose(1, 2, 0, 3)[:, :length].astype(dtype_of_rows)
 
     def _block(self, length: int) -> int:
         return min(self.block, round_up(length, LANES))
@@ -78,8 +76,8 @@ class Splash:
         q_pos = (rows.pos_T + jnp.arange(batch)[:, None] * keys).reshape(-1)  # in the sequence of all rows
         by_q, visits_q = _visits(active, wide)
         by_k, visits_k = _visits(active.swapaxes(1, 2), tall)
-        forward = MaskInfo(by_q, None, visits_q, None, q_pos)
-        backward = MaskInfo(by_k.swapaxes(1, 2), None, visits_k.swapaxes(1, 2), None, q_pos)
+        forward = MaskInfo(by_q, None, visits_q, None, q_pos)  # type: ignore[arg-type]  # traced arrays do as well
+        backward = MaskInfo(by_k.swapaxes(1, 2), None, visits_k.swapaxes(1, 2), None, q_pos)  # type: ignore[arg-type]
         sizes = splash.BlockSizes(
             block_q=block_q,
             block_kv=block_kv,
