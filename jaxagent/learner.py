@@ -19,7 +19,7 @@ from jaxtyping import Array, Float
 
 from jaxagent.algos.table import Algorithm
 from jaxagent.data.pack import Batch
-from jaxagent.models.attention import packed
+from jaxagent.models.attention_choice import NAMES, Facts, choose
 from jaxagent.models.head import token_logprobs
 from jaxagent.models.transformer import Decoder, DecoderConfig, Params, head_table, logical_axes, params_of
 from jaxagent.sharding import DeviceMesh
@@ -37,6 +37,11 @@ class LearnerOptions:
     temperature: float = 1.0  # at which the rollouts were sampled
     entropy_coef: float = 0.0
     tis_cap: float = 0.0  # C of token-level truncated importance sampling, old against behaviour; 0 is off
+    attention: str = "auto"  # the back end: a name of models/attention_choice.py
+
+    def __post_init__(self) -> None:
+        if self.attention not in NAMES:
+            raise ValueError(f"attention must be one of {', '.join(NAMES)}, got {self.attention!r}")
 
 
 @dataclass(frozen=True)
@@ -101,6 +106,8 @@ class Learner:
             raise ValueError(f"learner.row_tokens={options.row_tokens} must be a multiple of mesh context = {parts}")
         skeleton = nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0)))
         mesh.check(params, logical_axes(skeleton))
+        facts = Facts.of(config.attention, config.head_width, options.row_tokens, options.dtype, mesh)
+        self.attention = choose(options.attention, facts, mesh)
         self._graph = nnx.split(skeleton)[0]
         self._param_shardings = mesh.shardings(logical_axes(skeleton), params_of(skeleton)[1])
         self.params: Params = jax.tree.map(_placed, params, self._param_shardings)
@@ -195,7 +202,7 @@ class Learner:
         o = self.options
         params = jax.tree.map(lambda p: p.astype(o.dtype), params)
         policy = nnx.merge(self._graph, params)
-        attend = packed(batch["segment"], self.config.attention)
+        attend = self.attention.attend(batch["segment"])
         hidden, _ = policy.hidden(batch["tokens"], batch["position"], attend, remat=o.remat, mesh=self.mesh)
         table, following = head_table(params, self.config), jnp.pad(batch["tokens"][:, 1:], ((0, 0), (0, 1)))
         each = token_logprobs(

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 NEGATIVE = -1e30  # masks a score; finite, so that a row with nothing to attend to gives numbers and not NaN
@@ -30,6 +31,7 @@ class AttentionSpec:
 class Attend(Protocol):
     """How a block attends: queries [B, T, N, H], keys and values [B, T, K, H], all rotated, queries not yet scaled.
 
+    What its backward pass needs it names "attention", so that a layer may keep just that (REMAT in transformer.py).
     `sliding` says whether this layer sees only the window: known while tracing, or data in a scan over mixed layers.
     """
 
@@ -87,8 +89,8 @@ def _attend_forward(q: Array, k: Array, v: Array, mask: Array, spec: AttentionSp
     weights = jnp.exp(scores - top)
     total = weights.sum(-1, keepdims=True)
     out = dot("BKTQS,BSKH->BKTQH", weights.astype(v.dtype), v) / total
-    out = out.transpose(0, 2, 1, 3, 4).reshape(q.shape).astype(q.dtype)
-    return out, (q, k, v, mask, out, top + jnp.log(total))
+    out = checkpoint_name(out.transpose(0, 2, 1, 3, 4).reshape(q.shape).astype(q.dtype), "attention")
+    return out, (q, k, v, mask, out, checkpoint_name(top + jnp.log(total), "attention"))
 
 
 def _attend_backward(spec: AttentionSpec, saved: tuple[Array, ...], d_out: Array) -> tuple[Array, Array, Array, None]:

@@ -13,7 +13,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from jaxagent.models.attention import Attend, AttentionSpec, dot, packed, soft_cap
@@ -29,7 +28,7 @@ Params = dict[str, Any]
 REMAT: dict[str, Any] = {
     "none": None,
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,  # the output of every projection
-    "attention": jax.checkpoint_policies.save_only_these_names("attention"),  # the output of attention
+    "attention": jax.checkpoint_policies.save_only_these_names("attention"),  # what attention needs
     "full": jax.checkpoint_policies.nothing_saveable,  # its input only
 }
 
@@ -203,7 +202,7 @@ class Block(nnx.Module):
         else:
             rope = jax.tree.map(lambda full, local: jnp.where(sliding, local, full), *ropes) if c.local_rope_theta else ropes[0]
         out, cache = attend(rotate(q, *rope), rotate(k, *rope), v, cache, sliding)
-        out = self._linear("o", checkpoint_name(out, "attention"))
+        out = self._linear("o", out)
         if c.o_bias:
             out = out + self.o_bias[...]
         x_BTD = x_BTD + (self._norm("post_attn_norm", out) if c.post_norms else out)
