@@ -29,6 +29,7 @@ class Collective:
     kind: str  # one of KINDS
     arrays: tuple[str, ...]  # the larger side of it: what is gathered, or what is reduced, as in "bf16[512,1024]"
     loop: str  # the name that tracing gave to the innermost loop around it; "" outside of loops
+    body: str  # that loop's own name in the text
     source: str  # the name that tracing gave to itself
     overlapped: bool  # whether the device computes meanwhile
 
@@ -58,14 +59,20 @@ def collectives(text: str) -> list[Collective]:
 
 
 def summary(found: Iterable[Collective], smallest_bytes: int = 0) -> str:
-    """Kind, number and size of collectives, those of a kind together: "7 all-gather 92.6 MB (6 overlapped)"."""
+    """Kind, number and size of collectives, those of a kind together: "7 all-gather 92.6 MB (6 overlapped)".
+
+    What is gathered or reduced in the steps of a matrix product, neighbour to neighbour, is told as the number of such rings.
+    """
     several = [one for one in found if one.size_bytes >= smallest_bytes]
+    in_rings = {one.body for one in several if one.kind == "collective-permute" and one.loop.endswith("dot_general")}
+    several = [one for one in several if one.kind != "collective-permute" or "dot_general" not in one.source]
     numbers = Counter(one.kind for one in several)
     parts = []
     for kind in (kind for kind in KINDS if numbers[kind]):
         size = sum(one.size_bytes for one in several if one.kind == kind)
         overlapped = sum(one.overlapped for one in several if one.kind == kind)
         parts.append(f"{numbers[kind]} {kind} {size / 1e6:.1f} MB" + (f" ({overlapped} overlapped)" if overlapped else ""))
+    parts += [f"{len(in_rings)} products in rings"] if in_rings else []
     return ", ".join(parts) or "none"
 
 
@@ -80,9 +87,9 @@ def _computations(text: str) -> Iterator[tuple[str, list[str]]]:
             lines.append(line)
 
 
-def _loops(computations: dict[str, list[str]]) -> dict[str, str]:
-    """Every living computation's innermost loop, by the name of its `while`."""
-    loops, ahead = {"ENTRY": ""}, ["ENTRY"]
+def _loops(computations: dict[str, list[str]]) -> dict[str, tuple[str, str]]:
+    """Every living computation's innermost loop: the name that tracing gave to it, and its body."""
+    loops, ahead = {"ENTRY": ("", "")}, ["ENTRY"]
     while ahead:
         name = ahead.pop()
         for line in computations[name]:
@@ -90,12 +97,12 @@ def _loops(computations: dict[str, list[str]]) -> dict[str, str]:
                 for callee in re.findall(r"[\w.\-]+", callees):
                     if callee in computations and callee not in loops:
                         op_name = _OP_NAME.search(line)
-                        loops[callee] = (op_name[1] if op_name else callee) if how == "body" else loops[name]
+                        loops[callee] = (op_name[1] if op_name else callee, callee) if how == "body" else loops[name]
                         ahead.append(callee)
     return loops
 
 
-def _collective(computation: str, line: str, lines: list[str], loop: str) -> Collective | None:
+def _collective(computation: str, line: str, lines: list[str], loop: tuple[str, str]) -> Collective | None:
     instruction = _INSTRUCTION.match(line)
     if not instruction:
         return None
@@ -114,7 +121,7 @@ def _collective(computation: str, line: str, lines: list[str], loop: str) -> Col
         kind = "reduce-scatter"  # as a TPU writes it: a fusion of an all-reduce and a slice
     overlapped = opcode.endswith("-start") or "async_collective" in computation or "async_collective_name" in line
     source = _OP_NAME.search(line)
-    return Collective(kind, tuple(arrays), loop, source[1] if source else "", overlapped or bool(_CHAIN.search(line)))
+    return Collective(kind, tuple(arrays), *loop, source[1] if source else "", overlapped or bool(_CHAIN.search(line)))
 
 
 def _operands(line: str, opcode: str) -> list[str]:

@@ -143,12 +143,15 @@ def _backward_part(hidden: Array, table: Array, target: Array, *columns: Array, 
         d_z = jnp.where(jnp.arange(wide.shape[0]) == t, d_z + d_logprob, d_z) / head.temperature
         d_z = d_z * (1 - jnp.square(capped / head.softcap)) if head.softcap else d_z
         d_z = d_z.astype(hidden.dtype)
-        return d_table + dot("TV,TD->VD", d_z, h), dot("TV,VD->TD", d_z, wide).astype(hidden.dtype)
+        grown = dot("TD,TV->DV", h, d_z) if head.mesh else dot("TV,TD->VD", d_z, h)
+        return d_table + grown, dot("TV,VD->TD", d_z, wide).astype(hidden.dtype)
 
     chunks = [_chunks(x, head.chunk) for x in (hidden, own, *columns)]
-    d_table, d_hidden = jax.lax.scan(one, jnp.zeros(wide.shape, jnp.float32), chunks)
+    # Over a mesh width comes first: then its parts lie apart in memory, and a TPU reduces and scatters them in one go.
+    d_table, d_hidden = jax.lax.scan(one, jnp.zeros(wide.shape[:: -1 if head.mesh else 1], jnp.float32), chunks)
     d_hidden = _unchunked(d_hidden, hidden.shape)
     if head.mesh:
         d_hidden = jax.lax.psum(d_hidden, RULES["vocab"])
-        d_table = jax.lax.psum(jax.lax.psum_scatter(d_table, RULES["embed"], scatter_dimension=1, tiled=True), "data")
+        d_table = jax.lax.psum_scatter(d_table, RULES["embed"], scatter_dimension=0, tiled=True)
+        d_table = jax.lax.psum(d_table, "data").T
     return d_hidden, d_table.astype(table.dtype)
