@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute")
 
+STEP = "collective-permute"
 _BITS = {"pred": 8, "bf16": 16, "c64": 64, "c128": 128}  # others end in their number of bits
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.*?[\])}]) ([\w\-]+)\((.*)$")
@@ -61,18 +61,16 @@ def collectives(text: str) -> list[Collective]:
 def summary(found: Iterable[Collective], smallest_bytes: int = 0) -> str:
     """Kind, number and size of collectives, those of a kind together: "7 all-gather 92.6 MB (6 overlapped)".
 
-    What is gathered or reduced in the steps of a matrix product, neighbour to neighbour, is told as the number of such rings.
+    What is gathered or reduced while a matrix product goes on, from neighbour to neighbour, counts by its steps in the text.
     """
     several = [one for one in found if one.size_bytes >= smallest_bytes]
-    in_rings = {one.body for one in several if one.kind == "collective-permute" and one.loop.endswith("dot_general")}
-    several = [one for one in several if one.kind != "collective-permute" or "dot_general" not in one.source]
-    numbers = Counter(one.kind for one in several)
+    names = [f"{one.kind} of products" if "dot_general" in one.source and one.kind == STEP else one.kind for one in several]
     parts = []
-    for kind in (kind for kind in KINDS if numbers[kind]):
-        size = sum(one.size_bytes for one in several if one.kind == kind)
-        overlapped = sum(one.overlapped for one in several if one.kind == kind)
-        parts.append(f"{numbers[kind]} {kind} {size / 1e6:.1f} MB" + (f" ({overlapped} overlapped)" if overlapped else ""))
-    parts += [f"{len(in_rings)} products in rings"] if in_rings else []
+    for name in dict.fromkeys(sorted(names)):
+        mine = [one for one, its in zip(several, names, strict=True) if its == name]
+        overlapped = sum(one.overlapped for one in mine)
+        size = sum(one.size_bytes for one in mine)
+        parts.append(f"{len(mine)} {name} {size / 1e6:.1f} MB" + (f" ({overlapped} overlapped)" if overlapped else ""))
     return ", ".join(parts) or "none"
 
 

@@ -43,6 +43,11 @@ class DeviceMesh:
         self.mesh = Mesh(devices, AXES)
         self.size = dict(zip(AXES, devices.shape, strict=True))
 
+    @property
+    def platform(self) -> str:
+        """Of its devices, cpu, gpu or tpu: what is compiled for, which need not be what compiles."""
+        return self.mesh.devices.flat[0].platform
+
     @classmethod
     def build(
         cls,
@@ -153,7 +158,7 @@ def _gather(x: jax.Array, whole: NamedSharding, cut: NamedSharding) -> jax.Array
 
 
 def _gather_forward(x: jax.Array, whole: NamedSharding, cut: NamedSharding) -> tuple[jax.Array, None]:
-    return _gather(x, whole, cut), None
+    return jax.lax.with_sharding_constraint(x, whole), None
 
 
 def _gather_backward(whole: NamedSharding, cut: NamedSharding, _: None, ct: jax.Array) -> tuple[jax.Array]:

@@ -111,13 +111,14 @@ def mix_experts(
         x_BTD = jnp.where(valid_BT[..., None], x_BTD, 0)  # whatever padding holds, it reaches no sum and no gradient
     if replay_BTk is None:
         replay_BTk = jnp.full((*x_BTD.shape[:2], spec.per_token), -1, jnp.int32)
+    platform = mesh.platform if mesh else jax.default_backend()
     if mesh is None or mesh.mesh.size == 1:
-        return _mix_local(x_BTD, weights, valid_BT, replay_BTk, spec=spec, dense=dense)
+        return _mix_local(x_BTD, weights, valid_BT, replay_BTk, spec=spec, dense=dense, platform=platform)
     rows: Any = mesh.spec(ROWS)
     uncut: Any = PartitionSpec()
     placed: dict[str, Any] = {name: mesh.spec(axes) for name, axes in AXES_OF.items()}
     run = jax.shard_map(
-        partial(_mix_shard, spec=spec, dense=dense),
+        partial(_mix_shard, spec=spec, dense=dense, platform=platform),
         mesh=mesh.mesh,
         in_specs=(rows, ExpertWeights(**placed), mesh.spec(ROWS[:2]), rows),
         out_specs=(rows, Routing(rows, dict.fromkeys(STATS, uncut))),
@@ -126,16 +127,30 @@ def mix_experts(
 
 
 def _mix_local(
-    x_BTD: Array, weights: ExpertWeights, valid_BT: Array, replay_BTk: Array, *, spec: MixtureSpec, dense: bool | None
+    x_BTD: Array,
+    weights: ExpertWeights,
+    valid_BT: Array,
+    replay_BTk: Array,
+    *,
+    spec: MixtureSpec,
+    dense: bool | None,
+    platform: str,
 ) -> tuple[Array, Routing]:
     x_TD = x_BTD.reshape(-1, x_BTD.shape[-1])
     gates_Tk, chosen_Tk, stats = route(x_TD, weights.router_DE, spec, valid_BT.reshape(-1), _flat(replay_BTk))
-    out_TD = _run_experts(x_TD, gates_Tk, chosen_Tk, weights, spec, dense)
+    out_TD = _run_experts(x_TD, gates_Tk, chosen_Tk, weights, spec, dense, platform)
     return out_TD.astype(x_BTD.dtype).reshape(x_BTD.shape), Routing(chosen_Tk.reshape(replay_BTk.shape), stats)
 
 
 def _mix_shard(
-    x_BTD: Array, weights: ExpertWeights, valid_BT: Array, replay_BTk: Array, *, spec: MixtureSpec, dense: bool | None
+    x_BTD: Array,
+    weights: ExpertWeights,
+    valid_BT: Array,
+    replay_BTk: Array,
+    *,
+    spec: MixtureSpec,
+    dense: bool | None,
+    platform: str,
 ) -> tuple[Array, Routing]:
     """What one device of a mesh does, with its own part of everything."""
     x_TD = x_BTD.reshape(-1, x_BTD.shape[-1])
@@ -153,7 +168,7 @@ def _mix_shard(
     here = ExpertWeights(router_DE, whole(weights.gate_EDF, 1), whole(weights.up_EDF, 1), whole(weights.down_EFD, 2))
     first = jax.lax.axis_index("expert") * here.gate_EDF.shape[0]
     # Experts of other shards become numbers out of range, which `_run_experts` skips.
-    out_TD = _run_experts(everyone(x_TD), everyone(gates_Tk), everyone(chosen_Tk) - first, here, spec, dense)
+    out_TD = _run_experts(everyone(x_TD), everyone(gates_Tk), everyone(chosen_Tk) - first, here, spec, dense, platform)
     out_TD = jax.lax.psum(jax.lax.psum_scatter(out_TD, "expert", tiled=True), "tensor")
     return out_TD.astype(x_BTD.dtype).reshape(x_BTD.shape), Routing(chosen_Tk.reshape(replay_BTk.shape), stats)
 
@@ -249,11 +264,17 @@ def balance(stats: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _run_experts(
-    x_TD: Array, gates_Tk: Array, chosen_Tk: Array, weights: ExpertWeights, spec: MixtureSpec, dense: bool | None
+    x_TD: Array,
+    gates_Tk: Array,
+    chosen_Tk: Array,
+    weights: ExpertWeights,
+    spec: MixtureSpec,
+    dense: bool | None,
+    platform: str,
 ) -> Float[Array, "T D"]:
     """The weighted sum of the experts that are here, in float32; a number out of their range belongs to nobody here."""
     if dense is None:
-        waits = jax.default_backend() != "cpu" or spec.experts <= 2 * spec.per_token
+        waits = platform != "cpu" or spec.experts <= 2 * spec.per_token
         dense = waits and x_TD.shape[0] <= DENSE_TOKENS
     gate, up, down = (w.astype(x_TD.dtype) for w in weights[1:])
     if dense:
@@ -264,8 +285,9 @@ def _run_experts(
     place_Tk = jnp.argsort(order_M).reshape(chosen_Tk.shape)
     sizes_E = jnp.sum(owner_M[:, None] == jnp.arange(experts), axis=0, dtype=jnp.int32)
     pairs_MD = _sort_pairs(x_TD, order_M, place_Tk)
-    hidden_MF = jax.nn.silu(grouped_dot(pairs_MD, gate, sizes_E)) * grouped_dot(pairs_MD, up, sizes_E)
-    out_TkD = _unsort_pairs(grouped_dot(hidden_MF, down, sizes_E), order_M, place_Tk)
+    grouped = partial(grouped_dot, sizes_E=sizes_E, native=platform == "tpu")
+    hidden_MF = jax.nn.silu(grouped(pairs_MD, gate)) * grouped(pairs_MD, up)
+    out_TkD = _unsort_pairs(grouped(hidden_MF, down), order_M, place_Tk)
     return jnp.sum(out_TkD.astype(jnp.float32) * gates_Tk[..., None], axis=1)
 
 

@@ -24,9 +24,15 @@ from jaxagent.sharding import DeviceMesh
 
 Params = dict[str, Any]
 
+
+def _all_but_gathered(primitive: Any, *_: Any, **__: Any) -> bool:
+    """A layer's weights are put together again backwards: kept whole for all layers, they are the whole model."""
+    return primitive.name not in ("sharding_constraint", "all_gather")
+
+
 # What a layer keeps for its backward pass; the rest is computed again. Least memory last.
 REMAT: dict[str, Any] = {
-    "none": None,
+    "none": _all_but_gathered,
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,  # the output of every projection
     "attention": jax.checkpoint_policies.save_only_these_names("attention"),  # what attention needs
     "full": jax.checkpoint_policies.nothing_saveable,  # its input only
@@ -254,18 +260,20 @@ class Decoder(nnx.Module):
         c = self.config
         ropes = c.rotations(pos_BT)
         (graph, stacked), axes = params_of(self.blocks), logical_axes(self.blocks)
+        own = {"router", "gate", "up", "down"} if c.experts else set()  # what mix_experts gathers itself
         mixed = any(c.sliding) and not all(c.sliding)
+        mesh = mesh if mesh and mesh.mesh.size > 1 else None
         cut = mesh.constrain if mesh else lambda x, axes: x
 
         def layer(x: Array, given: tuple[Any, Array | None, Array | None]) -> tuple[Array, Routing | None]:
             weights, slides, chosen = given
             if mesh:
-                weights = {name: mesh.gather(w, axes[name][1:]) for name, w in weights.items()}
+                weights = {name: w if name in own else mesh.gather(w, axes[name][1:]) for name, w in weights.items()}
             sliding = any(c.sliding) if slides is None else slides
             x, _, routing = nnx.merge(graph, weights)(x, ropes, attend, None, sliding, mesh, chosen)
             return cut(x, ("rows", "length", None)), routing
 
-        step = layer if remat == "none" else jax.checkpoint(layer, policy=REMAT[remat], prevent_cse=False)
+        step = layer if remat == "none" and not mesh else jax.checkpoint(layer, policy=REMAT[remat], prevent_cse=False)
         x = cut(embed(self.embed[...], tokens_BT, c, mesh), ("rows", "length", None))
         with jax.named_scope("layers"):
             x, routing = jax.lax.scan(step, x, (stacked, jnp.asarray(c.sliding) if mixed else None, replay))

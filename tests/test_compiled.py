@@ -1,0 +1,77 @@
+"""Reading collectives from a compiled program's text, as XLA writes it for CPU and for TPU."""
+
+from __future__ import annotations
+
+from jaxagent.compiled import collectives, summary
+
+TEXT = """HloModule jit_step
+
+%add.1 (x.1: f32[], y.1: f32[]) -> f32[] {
+  %x.1 = f32[] parameter(0)
+  ROOT %s.1 = f32[] add(%x.1, %x.1)
+}
+
+%all-reduce-scatter.3 (input: bf16[512,4]) -> bf16[128,4] {
+  %input = bf16[512,4]{1,0} parameter(0)
+  %all-reduce.9 = bf16[512,4]{1,0:T(8,128)(2,1)} all-reduce(%input), to_apply=%add.1
+  ROOT %slice = bf16[128,4]{1,0} dynamic-slice(%all-reduce.9)
+}
+
+%async_collective_fusion.1 (p: bf16[16,8]) -> bf16[64,8] {
+  %p = bf16[16,8]{1,0} parameter(0)
+  ROOT %all-gather.1 = bf16[64,8]{1,0} all-gather(%p), frontend_attributes={chain_id="7"}, metadata={op_name="step/w"}
+}
+
+%body.2 (carry: (s32[], bf16[16,8])) -> (s32[], bf16[16,8]) {
+  %carry = (s32[], bf16[16,8]{1,0}) parameter(0)
+  %w = bf16[16,8]{1,0} get-tuple-element(%carry), index=1
+  %f.1 = bf16[64,8]{1,0} fusion(%w), kind=kCustom, calls=%async_collective_fusion.1
+  %all-gather.2 = bf16[64,8]{1,0} all-gather(%w), frontend_attributes={chain_id="7"}, metadata={op_name="step/w"}
+  %f.2 = bf16[128,4]{1,0} fusion(%w), kind=kCustom, calls=%all-reduce-scatter.3
+  %step = (bf16[16,8]{1,0}, bf16[16,8]{1,0}, u32[], u32[]) collective-permute-start(%w), metadata={op_name="a/dot_general"}
+  ROOT %t = (s32[], bf16[16,8]{1,0}) tuple(%w, %w)
+}
+
+%condition.2 (carry: (s32[], bf16[16,8])) -> pred[] {
+  ROOT %less = pred[] constant(true)
+}
+
+%dead.1 (p: f32[8]) -> f32[64] {
+  ROOT %all-gather.8 = f32[64]{0} all-gather(%p)
+}
+
+ENTRY %main.1 (a: f32[8]) -> f32[8] {
+  %a = f32[8]{0} parameter(0)
+  %loop = (s32[], bf16[16,8]{1,0}) while(%a), condition=%condition.2, body=%body.2, metadata={op_name="step/layers/while"}
+  ROOT %sum = (f32[8]{0}, s32[2]{0}) all-reduce(%a, %a), to_apply=%add.1, metadata={op_name="step/psum"}
+}
+"""
+
+
+def test_collectives_are_told_with_their_loop_and_what_they_act_on() -> None:
+    found = {(one.kind, one.arrays, one.loop, one.overlapped) for one in collectives(TEXT)}
+    layers = "step/layers/while"
+    assert found == {
+        ("all-reduce", ("f32[8]", "s32[2]"), "", False),
+        ("all-gather", ("bf16[64,8]",), layers, True),
+        ("reduce-scatter", ("bf16[512,4]",), layers, False),
+        ("collective-permute", ("bf16[16,8]",), layers, True),
+    }
+
+
+def test_one_that_is_carried_out_in_steps_counts_once_and_dead_ones_never() -> None:
+    assert sorted(one.kind for one in collectives(TEXT)) == [
+        *("all-gather", "all-reduce", "collective-permute", "reduce-scatter"),
+    ]
+
+
+def test_sizes_are_those_of_all_arrays_together() -> None:
+    sizes = {one.kind: one.size_bytes for one in collectives(TEXT)}
+    assert sizes == {"all-reduce": 40, "all-gather": 1024, "reduce-scatter": 4096, "collective-permute": 256}
+
+
+def test_the_summary_adds_up_each_kind_and_leaves_small_ones_out() -> None:
+    found = collectives(TEXT)
+    assert summary(found, smallest_bytes=1000) == "1 all-gather 0.0 MB (1 overlapped), 1 reduce-scatter 0.0 MB"
+    assert "1 collective-permute of products" in summary(found)
+    assert summary([]) == "none"
