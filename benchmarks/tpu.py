@@ -17,7 +17,8 @@ from typing import Any
 
 # Read when the compiler is loaded: there is no TPU here to be asked, and none to be used.
 os.environ.update(TPU_SKIP_MDS_QUERY="1", TPU_ACCELERATOR_TYPE="v5litepod-4", TPU_WORKER_HOSTNAMES="localhost")
-os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ.update(JAX_PLATFORMS="cpu", ALLOW_MULTIPLE_LIBTPU_LOAD="1")  # others may compile at the same time
+os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"  # which cannot be read for devices that are not here
 
 import jax
 from flax import nnx
@@ -35,25 +36,57 @@ MEMORY_GB = {"v5e": 16, "v5p": 95, "v6e": 32}  # of a chip
 # config.json of each, as far as shapes go.
 MODELS: dict[str, dict[str, Any]] = {
     "Qwen2.5-1.5B": {
-        **{"model_type": "qwen2", "vocab_size": 151936, "hidden_size": 1536, "intermediate_size": 8960},
-        **{"num_hidden_layers": 28, "num_attention_heads": 12, "num_key_value_heads": 2, "tie_word_embeddings": True},
+        "model_type": "qwen2",
+        "vocab_size": 151936,
+        "hidden_size": 1536,
+        "intermediate_size": 8960,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": True,
     },
     "Gemma 3 4B": {
-        **{"model_type": "gemma3_text", "vocab_size": 262208, "hidden_size": 2560, "intermediate_size": 10240},
-        **{"num_hidden_layers": 34, "num_attention_heads": 8, "num_key_value_heads": 4, "sliding_window": 1024},
+        "model_type": "gemma3_text",
+        "vocab_size": 262208,
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "num_hidden_layers": 34,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "sliding_window": 1024,
     },
     "Qwen2.5-7B": {
-        **{"model_type": "qwen2", "vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944},
-        **{"num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4},
+        "model_type": "qwen2",
+        "vocab_size": 152064,
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
     },
     "Llama-3.1-8B": {
-        **{"model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336},
-        **{"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "rope_theta": 5e5},
+        "model_type": "llama",
+        "vocab_size": 128256,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "rope_theta": 5e5,
     },
     "Qwen3-30B-A3B": {
-        **{"model_type": "qwen3_moe", "vocab_size": 151936, "hidden_size": 2048, "moe_intermediate_size": 768},
-        **{"num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128},
-        **{"num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True},
+        "model_type": "qwen3_moe",
+        "vocab_size": 151936,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
     },
 }
 

@@ -75,7 +75,7 @@ def summary(found: Iterable[Collective], smallest_bytes: int = 0) -> str:
 
 
 def _computations(text: str) -> Iterator[tuple[str, list[str]]]:
-    name, lines = "", []
+    name, lines = "", list[str]()
     for line in text.splitlines():
         if header := _HEADER.match(line):
             name, lines = ("ENTRY" if header[1] else header[2]), []

@@ -132,7 +132,7 @@ class DeviceMesh:
 
     def place(self, tree: Any, axes: tuple[str | None, ...] = ()) -> Any:
         """Puts every array of a tree onto the mesh, all by the same axes."""
-        return jax.device_put(tree, self.sharding(axes))
+        return jax.tree.map(lambda x: jax.device_put(x, self.sharding(axes, x.shape)), tree)
 
     def check(self, tree: Any, axes_tree: Any) -> None:
         """Raises ValueError where the mesh cuts a dimension of a tree's arrays into unequal parts."""

@@ -22,8 +22,12 @@ from jaxagent.sharding import DeviceMesh
 # Eight parts of everything, but of the two key heads: of these there are fewer than a tensor axis may be long.
 SIZES = {"vocab_size": 64, "width": 32, "layers": 3, "heads": 8, "kv_heads": 2, "head_width": 8, "ffn_width": 32}
 GEMMA = {
-    **{"activation": "gelu_tanh", "plus_one_norms": True, "post_norms": True, "scaled_embed": True},
-    **{"sliding": (True, False, True), "window": 5},
+    "activation": "gelu_tanh",
+    "plus_one_norms": True,
+    "post_norms": True,
+    "scaled_embed": True,
+    "sliding": (True, False, True),
+    "window": 5,
 }
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {"qk_norm": False, "qkv_bias": True},

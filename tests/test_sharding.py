@@ -79,3 +79,9 @@ def test_key_heads_fewer_than_the_tensor_axis_is_long_are_replicated() -> None:
     placed = jax.device_put(tiny.params(policy.config), mesh.shardings(logical_axes(policy), tiny.params(policy.config)))
     assert placed["blocks"]["k"].addressable_shards[0].data.shape == placed["blocks"]["k"].shape
     assert placed["blocks"]["q"].addressable_shards[0].data.shape[2] == 1
+
+
+def test_a_cache_of_fewer_key_heads_than_the_tensor_axis_is_long_is_placed_whole() -> None:
+    placed = DeviceMesh.build(1, 1, 4).place({"fewer": np.zeros((3, 2, 8)), "enough": np.zeros((3, 4, 8))}, (None, "kv_heads"))
+    assert placed["fewer"].addressable_shards[0].data.shape == (3, 2, 8)
+    assert placed["enough"].addressable_shards[0].data.shape == (3, 1, 8)

@@ -6,8 +6,10 @@ the axes that cut its width, and its gradient is summed over all chunks before i
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -68,7 +70,7 @@ _HIDDEN = (*_TOKENS, None)
 
 
 def _forward(hidden: Array, table: Array, target: Array, head: _Head) -> tuple[tuple[Array, Array], tuple[Array, ...]]:
-    f = partial(_forward_part, head=head)
+    f: Callable[..., Any] = partial(_forward_part, head=head)
     if head.mesh:
         f = head.mesh.per_device(f, (_HIDDEN, _TABLE, _TOKENS), (_TOKENS,) * 4)
     logprob, entropy, top, log_total = f(hidden, table, target)
@@ -76,7 +78,7 @@ def _forward(hidden: Array, table: Array, target: Array, head: _Head) -> tuple[t
 
 
 def _backward(head: _Head, saved: tuple[Array, ...], cts: tuple[Array, Array]) -> tuple[Array, Array, None]:
-    f = partial(_backward_part, head=head)
+    f: Callable[..., Any] = partial(_backward_part, head=head)
     if head.mesh:
         f = head.mesh.per_device(f, (_HIDDEN, _TABLE, *(_TOKENS,) * 6), (_HIDDEN, _TABLE))
     return *f(*saved, *cts), None
@@ -123,9 +125,7 @@ def _forward_part(hidden: Array, table: Array, target: Array, head: _Head) -> tu
         axis, own_top = RULES["vocab"], top
         top = jax.lax.pmax(own_top, axis)
         shift = own_top - top
-        logit, total, moment = jax.lax.psum(
-            (logit, total * jnp.exp(shift), (moment + total * shift) * jnp.exp(shift)), axis
-        )
+        logit, total, moment = jax.lax.psum((logit, total * jnp.exp(shift), (moment + total * shift) * jnp.exp(shift)), axis)
     log_total = jnp.log(total)
     return logit - top - log_total, log_total - moment / total, top, log_total
 
