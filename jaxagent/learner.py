@@ -114,7 +114,9 @@ class Learner:
         self._rows = mesh.sharding(("rows", "length"))
         self._acc_shardings = acc_shardings = {"grads": self._param_shardings, "sums": dict.fromkeys(_SUMS, mesh.sharding())}
         self._new_acc = jax.jit(self._zeros, out_shardings=acc_shardings)
-        self._accumulate = jax.jit(self._accumulate_fn, donate_argnums=1, out_shardings=acc_shardings)
+        self._accumulate = jax.jit(
+            self._accumulate_fn, donate_argnums=1, out_shardings=acc_shardings, compiler_options=mesh.compiler_options
+        )
         self._score = jax.jit(lambda params, batch: self._logprobs(params, batch)[0])
         moments = self._moment_shardings()
         self._new_moments = jax.jit(_IDLE_ADAMW.init, out_shardings=moments)

@@ -99,7 +99,9 @@ def test_a_step_over_cut_rows_gathers_keys_and_values_only(mesh: Callable[..., D
     found = collectives(learner.lower()["accumulate"].compile().as_text())
     forward = layer_loop(found, "forward")
     gathered = [array.replace("[1,", "[") for one in forward if one.kind == "all-gather" for array in one.arrays]
-    assert [array for array in gathered if "768" in array] == ["bf16[768,2,128]"] * 2  # keys and values; their segments once, before the loop
+    assert [array for array in gathered if "768" in array] == [
+        "bf16[768,2,128]"
+    ] * 2  # keys and values; their segments once, before the loop
 
 
 def test_a_step_with_experts_compiles_and_moves_no_expert_to_another_shard(mesh: Callable[..., DeviceMesh]) -> None:

@@ -58,7 +58,9 @@ def make_steps(config: DecoderConfig, *, dtype: jnp.dtype, chunk: int, decode_to
         x, grown = embed(params["embed"], token_BT, config), []
         for i, (weights, layer) in enumerate(zip(params["blocks"], cache, strict=True)):
             x, layer, _ = nnx.merge(block_graph, weights)(x, ropes, attend, layer, config.slides(i), mesh)
-            grown.append(layer)
+            # Said here, or XLA cuts replicated key heads for the loop and gathers the whole cache after every call.
+            keys, values = (mesh.constrain(part, (None, "kv_heads", None, None)) for part in layer)
+            grown.append((keys, values))
         return x, tuple(grown)
 
     def publish(params: Params) -> Params:
