@@ -149,9 +149,10 @@ def prepare(config: ConfigDict, workdir: Path) -> None:
 
 def tell(run: Run) -> None:
     c, parts = run.config, run.parts
-    size = sum(leaf.size for leaf in jax.tree.leaves(parts.learner.params))
+    trained, frozen = (sum(w.size for w in jax.tree.leaves(part)) for part in (parts.learner.trained, parts.learner.frozen))
+    size = f"{(trained + frozen) / 1e6:.2f}M parameters" + f", {trained / 1e6:.2f}M of them trained," * bool(frozen)
     run.progress.say(
-        f"{c.env.name}: {size / 1e6:.2f}M parameters on {jax.device_count()} {jax.default_backend()} devices, "
+        f"{c.env.name}: {size} on {jax.device_count()} {jax.default_backend()} devices, "
         f"{c.feed.prompts} x {c.feed.rollouts} episodes a step, {c.algo.name}; {parts.sandbox.description}"
     )
 

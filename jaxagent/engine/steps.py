@@ -17,6 +17,7 @@ from jaxtyping import Array, Int
 
 from jaxagent.engine.cache import Cache, attend_slots, copy_prefix
 from jaxagent.engine.sampling import sample, uniforms
+from jaxagent.models.adapters import merged, unadapted
 from jaxagent.models.layers import rms_norm
 from jaxagent.models.transformer import Decoder, DecoderConfig, Params, embed, head_logits, head_table, unstack
 from jaxagent.sharding import DeviceMesh
@@ -50,8 +51,11 @@ class Steps:
 
 
 def make_steps(config: DecoderConfig, *, dtype: jnp.dtype, chunk: int, decode_tokens: int, mesh: DeviceMesh) -> Steps:
-    """Builds the programs for a decoder on one replica. `chunk` and `decode_tokens` are static; every other choice is data."""
-    block_graph = nnx.split(nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0)).blocks))[0]
+    """Builds the programs for a decoder on one replica. `chunk` and `decode_tokens` are static; every other choice is data.
+
+    Adapters are merged when weights are published: decoding costs what it does without them.
+    """
+    block_graph = nnx.split(nnx.eval_shape(lambda: Decoder(unadapted(config), nnx.Rngs(0)).blocks))[0]
 
     def forward(params: Params, cache: Cache, token_BT: Array, pos_BT: Array, attend: Any) -> tuple[Array, Cache]:
         ropes = config.rotations(pos_BT)
@@ -63,7 +67,7 @@ def make_steps(config: DecoderConfig, *, dtype: jnp.dtype, chunk: int, decode_to
 
     def publish(params: Params) -> Params:
         # A real copy: an output that is its own input would die when the learner donates its weights.
-        return unstack(jax.tree.map(lambda w: jnp.array(w, dtype, copy=True), params), config.layers)
+        return unstack(jax.tree.map(lambda w: jnp.array(w, dtype, copy=True), merged(params, config)), config.layers)
 
     def append(
         params: Params,

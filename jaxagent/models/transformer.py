@@ -43,6 +43,7 @@ LINEARS = {
     "up": "BTD,DF->BTF",
     "down": "BTF,FD->BTD",
 }
+MLP_LINEARS = ("gate", "up", "down")
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,11 @@ class DecoderConfig:
             raise ValueError(f"sliding layers need a window of at least 1, got {self.window}")
         if self.experts and not 1 <= self.experts_per_token <= self.experts:
             raise ValueError(f"experts_per_token must be between 1 and experts={self.experts}, got {self.experts_per_token}")
+        if self.experts and self.lora and (refused := [name for name in MLP_LINEARS if name in self.lora.targets]):
+            raise ValueError(
+                f"lora.targets: {', '.join(refused)} are the experts of a mixture here, and adapters go on attention only "
+                "(q_proj, k_proj, v_proj, o_proj)"
+            )
 
     @property
     def attention(self) -> AttentionSpec:
@@ -153,7 +159,7 @@ class Block(nnx.Module):
         """Low-rank factors beside every target: `a` small and random, `b` zero, so that they change nothing at first."""
         for name in lora.targets:
             kernel = getattr(self, name)
-            shape, axes, inputs = kernel[...].shape, kernel.get_metadata()["axes"], stacked + _input_dimensions(name)
+            shape, axes, inputs = kernel[...].shape, kernel.get_metadata()["axes"], stacked + input_dimensions(name)
             fan_in = 1
             for length in shape[stacked:inputs]:
                 fan_in *= length
@@ -167,7 +173,7 @@ class Block(nnx.Module):
         if lora is None or name not in lora.targets:
             return y
         left, right, out = equation.replace("->", ",").split(",")
-        inputs = right[: _input_dimensions(name)]
+        inputs = right[: input_dimensions(name)]
         low = project(f"{left},{inputs}R->BTR", x, getattr(self, f"{name}_lora_a")[...])
         return y + lora.scale * project(f"BTR,R{right[len(inputs) :]}->{out}", low, getattr(self, f"{name}_lora_b")[...])
 
@@ -218,7 +224,7 @@ class Block(nnx.Module):
         return self._linear("down", gated), None
 
 
-def _input_dimensions(name: str) -> int:
+def input_dimensions(name: str) -> int:
     """How many dimensions of a layer's weight are summed over."""
     operands, out = LINEARS[name].split("->")
     return sum(letter not in out for letter in operands.split(",")[1])
