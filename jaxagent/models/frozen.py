@@ -65,6 +65,7 @@ def digest(params: Params) -> UInt32[Array, ""]:
     for leaf in jax.tree.leaves(params):
         bits = jax.lax.bitcast_convert_type(leaf, f"uint{8 * leaf.dtype.itemsize}").astype(jnp.uint32)
         for dimension in range(leaf.ndim):  # a weight counts by its place
-            bits = bits * (2 * jax.lax.broadcasted_iota(jnp.uint32, leaf.shape, dimension) + 2654435769)
+            place = jax.lax.broadcasted_iota(jnp.uint32, leaf.shape, dimension)
+            bits = bits * (2 * place + jnp.uint32(2654435769 + 14 * dimension))
         total = total * jnp.uint32(2246822519) + jnp.sum(bits, dtype=jnp.uint32)
     return total
