@@ -24,12 +24,24 @@ SHAPES: dict[str, dict[str, Any]] = {
     "A": {"vocab_size": 4096, "width": 256, "layers": 4, "heads": 4, "kv_heads": 2, "head_width": 64, "ffn_width": 768},
     "B": {"vocab_size": 8192, "width": 768, "layers": 12, "heads": 12, "kv_heads": 4, "head_width": 64, "ffn_width": 2304},
     "qwen2.5-0.5b": {
-        **{"vocab_size": 151936, "width": 896, "layers": 24, "heads": 14, "kv_heads": 2, "head_width": 64},
-        **{"ffn_width": 4864, "qkv_bias": True},
+        "vocab_size": 151936,
+        "width": 896,
+        "layers": 24,
+        "heads": 14,
+        "kv_heads": 2,
+        "head_width": 64,
+        "ffn_width": 4864,
+        "qkv_bias": True,
     },
     "qwen2.5-1.5b": {
-        **{"vocab_size": 151936, "width": 1536, "layers": 28, "heads": 12, "kv_heads": 2, "head_width": 128},
-        **{"ffn_width": 8960, "qkv_bias": True},
+        "vocab_size": 151936,
+        "width": 1536,
+        "layers": 28,
+        "heads": 12,
+        "kv_heads": 2,
+        "head_width": 128,
+        "ffn_width": 8960,
+        "qkv_bias": True,
     },
 }
 
@@ -61,7 +73,9 @@ def main() -> None:
         columns = (f"{s:.3f}", f"{tokens / s:.0f}", f"{flops / s / 1e9:.1f}", f"{flops / s / rate:.0%} of {rate / 1e9:.0f}")
         print(f"| {name} | {' | '.join(columns)} | {step['temp_mib']} |")
     if "torch" in seconds:
-        print(f"\nratio to torch: {json.dumps({n: round(seconds['torch'] / s, 2) for n, s in seconds.items() if n != 'torch'})}")
+        print(
+            f"\nratio to torch: {json.dumps({n: round(seconds['torch'] / s, 2) for n, s in seconds.items() if n != 'torch'})}"
+        )
 
 
 def step_flops(options: argparse.Namespace) -> float:
