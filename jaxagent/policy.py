@@ -46,9 +46,9 @@ def export(workdir: str, to: str, dtype: str) -> int:
 
 
 def _place(config: ConfigDict) -> DeviceMesh:
-    """The mesh that a run was trained on where this machine has its devices, else one device."""
+    """One copy of the weights, cut as in the run where this machine has the devices for it, else on one device."""
     try:
-        return DeviceMesh.build(**{axis: config.mesh[axis] for axis in AXES})
+        return DeviceMesh.build(**{**{axis: config.mesh[axis] for axis in AXES}, "data": 1})
     except ValueError:
         return DeviceMesh.build(data=1)
 

@@ -6,7 +6,10 @@ programs are over the whole mesh, so that several hosts run the same ones; none 
 
 from __future__ import annotations
 
+import gc
 import math
+import time
+import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -60,6 +63,7 @@ class Stream:
         self._limit = min(_FLIGHT_BYTES, files.largest_file_bytes // 2)
         self._flying = 0
         self._filling: list[jax.Array] = []  # weights that something may still be on its way to
+        self._buffers: list[weakref.ref[np.ndarray]] = []  # of what is on its way
 
     def fill(self, weight: Weight, sharding: NamedSharding | None, dtype: Any) -> jax.Array:
         """A weight on its devices, read as many experts at a time as the bound allows."""
@@ -94,7 +98,12 @@ class Stream:
         """Returns when there is room for `size` more bytes."""
         if self._flying and self._flying + size > self._limit:
             jax.block_until_ready([*self._filling, filled])
+            until = time.monotonic() + 1.0  # a wait, no promise: what JAX still holds then it holds for a reason of its own
+            while any(buffer() is not None for buffer in self._buffers) and time.monotonic() < until:
+                gc.collect(0)  # lets JAX drop host buffers that it is done with; it would at its next call
+                time.sleep(1e-4)
             self._filling.clear()
+            self._buffers.clear()
             self._flying = 0
         self._flying += size
 
@@ -137,7 +146,15 @@ class Stream:
                     blocks[i] = cut[None]
                 else:
                     blocks.setdefault(i, np.empty([s.stop - s.start for s in box], dtype))[slot - box[0].start] = cut
+        self._buffers += [weakref.ref(_owner(block)) for block in blocks.values()]
         return [blocks[i] for i in range(len(boxes))]
+
+
+def _owner(x: np.ndarray) -> np.ndarray:
+    """The array that a view looks at; views of it keep it alive."""
+    while isinstance(x.base, np.ndarray):
+        x = x.base
+    return x
 
 
 def _spec_apart(weight: Weight, sharding: NamedSharding) -> PartitionSpec:
