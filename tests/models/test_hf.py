@@ -63,7 +63,7 @@ def test_import_then_export_gives_every_tensor_back_bit_for_bit(kind: dict[str, 
 class ManyConfig(DecoderConfig):
     """A decoder whose rows of `down` come as one tensor each: what experts are to a family."""
 
-    experts: int = 256
+    experts: int = 0
 
 
 def many(config: DecoderConfig) -> tuple[tuple[str, str, str], ...]:
@@ -71,9 +71,9 @@ def many(config: DecoderConfig) -> tuple[tuple[str, str, str], ...]:
     return (*rows, ("mlp.experts.{expert}.weight", "down", "as_is"))
 
 
-@pytest.fixture
-def many_family(monkeypatch: pytest.MonkeyPatch) -> DecoderConfig:
-    config = ManyConfig(**{**vars(tiny.config(**STREAMED)), "family": "many"})
+def add_many(monkeypatch: pytest.MonkeyPatch, **sizes: int) -> DecoderConfig:
+    """Makes the family known, with as many experts as `ffn_width`."""
+    config = ManyConfig(**{**vars(tiny.config(**sizes)), "family": "many", "experts": sizes["ffn_width"]})
     family = SimpleNamespace(
         from_hf=lambda _: config,
         to_hf=lambda _: {"model_type": "many"},
@@ -83,6 +83,11 @@ def many_family(monkeypatch: pytest.MonkeyPatch) -> DecoderConfig:
     )
     monkeypatch.setitem(hf.FAMILIES, "many", family)
     return config
+
+
+@pytest.fixture
+def many_family(monkeypatch: pytest.MonkeyPatch) -> DecoderConfig:
+    return add_many(monkeypatch, **STREAMED)
 
 
 def test_the_tensors_of_experts_are_stacked_after_the_layers(many_family: DecoderConfig, tmp_path: Path) -> None:
@@ -108,12 +113,19 @@ def test_a_missing_expert_is_named(many_family: DecoderConfig, tmp_path: Path) -
         load(tmp_path)
 
 
-def test_experts_in_several_dtypes_are_joined(many_family: DecoderConfig, tmp_path: Path) -> None:
-    save(tiny.policy(many_family), tmp_path, dtype="bfloat16")
-    name = "model.layers.1.mlp.experts.{}.weight"
-    edit(tmp_path, {name.format(e): np.full(192, 1 + 2**-20, np.float32) for e in (3, 200)})
-    down = np.asarray(load(tmp_path, DeviceMesh.build(**MESHES["expert 2, context 2, tensor 2"])).blocks.down[...])
-    np.testing.assert_array_equal(down[1, [3, 200]], np.full((2, 192), 1 + 2**-20, np.float32))
+@pytest.mark.parametrize(
+    "sizes",
+    [STREAMED, {"width": 8192, "heads": 8, "kv_heads": 8, "head_width": 2, "ffn_width": 8}],
+    ids=["many on a device", "one on a device"],
+)
+def test_experts_in_several_dtypes_are_joined(sizes: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = tiny.policy(add_many(monkeypatch, **sizes))
+    save(policy, tmp_path, dtype="bfloat16")
+    name, wide = "model.layers.1.mlp.experts.{}.weight", np.full(sizes["width"], 1 + 2**-20, np.float32)
+    edit(tmp_path, {name.format(e): wide for e in (3, sizes["ffn_width"] - 1)})
+    wanted = np.asarray(policy.blocks.down[...]).astype(ml_dtypes.bfloat16).astype(np.float32)
+    wanted[1, [3, -1]] = wide
+    np.testing.assert_array_equal(load(tmp_path, DeviceMesh.build(data=1, tensor=8)).blocks.down[...], wanted)
 
 
 def test_a_family_whose_tables_forget_a_weight_is_told_so(
