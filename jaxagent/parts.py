@@ -204,7 +204,7 @@ def build(config: ConfigDict, log: Path | None = None) -> Parts:
     with contextlib.ExitStack() as undo:  # what was started is stopped where something after it fails
         sandbox = Sandbox(config.sandbox, world, log)
         undo.callback(sandbox.close)
-        learner = Learner(decoder, start_weights(config, decoder), mesh, algorithm, learner_options)
+        learner = Learner(decoder, start_weights(config, decoder, mesh), mesh, algorithm, learner_options)
         engines = Replicas([Engine(decoder, EngineOptions(**config.engine), place) for place in mesh.replicas()])
         undo.callback(engines.close)
         agent = Agent(template, world.tools, engines, Limits(**config.agent))
@@ -245,7 +245,7 @@ def policy_shape(config: ConfigDict) -> tuple[Template, DecoderConfig]:
     return template, decoder
 
 
-def start_weights(config: ConfigDict, decoder: DecoderConfig) -> Params:
-    """The weights to start from: those of the checkpoint of `init_from`, or small random ones."""
-    policy = hf.load(config.init_from) if config.init_from else Decoder(decoder, nnx.Rngs(config.seed))
+def start_weights(config: ConfigDict, decoder: DecoderConfig, mesh: DeviceMesh) -> Params:
+    """The weights to start from: those of the checkpoint of `init_from`, placed on the mesh, or small random ones."""
+    policy = hf.load(config.init_from, mesh) if config.init_from else Decoder(decoder, nnx.Rngs(config.seed))
     return params_of(policy)[1]

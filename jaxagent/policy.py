@@ -7,6 +7,7 @@ from pathlib import Path
 
 import jax
 from flax import nnx
+from ml_collections import ConfigDict
 
 from jaxagent import config as configs
 from jaxagent.chat.family import template_of
@@ -14,9 +15,9 @@ from jaxagent.chat.plain import tokenizer_files
 from jaxagent.checkpoint import Checkpoints
 from jaxagent.engine.engine import Engine, EngineOptions
 from jaxagent.models import hf
-from jaxagent.models.transformer import Decoder, params_of
+from jaxagent.models.transformer import Decoder, logical_axes, params_of
 from jaxagent.parts import policy_shape
-from jaxagent.sharding import DeviceMesh
+from jaxagent.sharding import AXES, DeviceMesh
 from jaxagent.types import Message, SampleRequest, Sampling, sampling_key
 
 
@@ -24,9 +25,10 @@ def export(workdir: str, to: str, dtype: str) -> int:
     """The command `jaxagent export`: the last checkpoint of a run, with its tokenizer, as transformers loads it."""
     config = configs.read(Path(workdir) / "config.json")
     decoder = policy_shape(config)[1]
-    graph, shapes = params_of(nnx.eval_shape(lambda: Decoder(decoder, nnx.Rngs(0))))
-    here = DeviceMesh.build(data=1).sharding()
-    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), shapes)
+    skeleton = nnx.eval_shape(lambda: Decoder(decoder, nnx.Rngs(0)))
+    graph, shapes = params_of(skeleton)
+    places = _place(config).shardings(logical_axes(skeleton), shapes)
+    like = jax.tree.map(lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), shapes, places)
     checkpoints = Checkpoints(Path(workdir) / "checkpoints", config.checkpoint.keep)
     try:
         step = checkpoints.latest()
@@ -43,14 +45,23 @@ def export(workdir: str, to: str, dtype: str) -> int:
     return 0
 
 
+def _place(config: ConfigDict) -> DeviceMesh:
+    """One copy of the weights, cut as in the run where this machine has the devices for it, else on one device."""
+    try:
+        return DeviceMesh.build(**{**{axis: config.mesh[axis] for axis in AXES}, "data": 1})
+    except ValueError:
+        return DeviceMesh.build(data=1)
+
+
 def generate(checkpoint: str, prompt: str, temperature: float, max_tokens: int) -> int:
     """The command `jaxagent generate`: prints one sampled turn of a checkpoint."""
-    policy = hf.load(checkpoint)
+    place = next(DeviceMesh.build().replicas())
+    policy = hf.load(checkpoint, place)
     template = template_of(checkpoint)
     ids = template.prompt([Message("user", prompt)], ())
     length = -(-(len(ids) + max_tokens) // 128) * 128
     options = EngineOptions(slots=1, slot_tokens=length, decode_tokens=16, append_rows=1, append_tokens=(64,))
-    engine = Engine(policy.config, options, next(DeviceMesh.build().replicas()))
+    engine = Engine(policy.config, options, place)
     sampling = Sampling(temperature=temperature, max_tokens=max_tokens)
     request = SampleRequest("prompt", tuple(ids), 0, sampling_key(0, prompt, 0), template.stop, sampling)
     try:
