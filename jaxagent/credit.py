@@ -54,5 +54,6 @@ def training_rows(groups: Sequence[Group], algorithm: Algorithm, *, keep_idle: b
             continue
         n = len(row.tokens)
         advantage = [by_turn[turn] if turn >= 0 else 0.0 for turn in row.turn]
-        rows.append(Row(row.tokens, row.mask, row.logprob, advantage, [weight] * n, [share] * n))
+        routing = np.concatenate(row.routing) if row.routing else None
+        rows.append(Row(row.tokens, row.mask, row.logprob, advantage, [weight] * n, [share] * n, routing))
     return rows, idle

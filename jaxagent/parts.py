@@ -28,7 +28,7 @@ from jaxagent.envs import env as envs
 from jaxagent.feed import FeedOptions
 from jaxagent.learner import Learner, LearnerOptions, OptimizerOptions, trained_of
 from jaxagent.models import peft
-from jaxagent.models.adapters import fresh_adapters, lora_spec, merged
+from jaxagent.models.adapters import fresh_adapters, is_adapter, lora_spec, merged
 from jaxagent.models.transformer import Decoder, DecoderConfig, Params, params_of
 from jaxagent.rollout import RolloutOptions, Rollouts
 from jaxagent.sharding import AXES, DeviceMesh
@@ -207,7 +207,7 @@ def build(config: ConfigDict, log: Path | None = None) -> Parts:
     with contextlib.ExitStack() as undo:  # what was started is stopped where something after it fails
         sandbox = Sandbox(config.sandbox, world, log)
         undo.callback(sandbox.close)
-        learner = Learner(decoder, start_weights(config, decoder), mesh, algorithm, learner_options)
+        learner = Learner(decoder, start_weights(config, decoder, mesh), mesh, algorithm, learner_options)
         engines = Replicas([Engine(decoder, EngineOptions(**config.engine), place) for place in mesh.replicas()])
         undo.callback(engines.close)
         agent = Agent(template, world.tools, engines, Limits(**config.agent))
@@ -257,11 +257,12 @@ def policy_shape(config: ConfigDict) -> tuple[Template, DecoderConfig]:
     return template, replace(decoder, lora=lora)
 
 
-def start_weights(config: ConfigDict, decoder: DecoderConfig) -> Params:
-    """The weights to start from: those of the checkpoint or the adapters of `init_from`, or small random ones."""
+def start_weights(config: ConfigDict, decoder: DecoderConfig, mesh: DeviceMesh) -> Params:
+    """The weights to start from: those of the checkpoint or the adapters of `init_from`, on the mesh, or small random ones."""
     if not config.init_from:
         return params_of(Decoder(decoder, nnx.Rngs(config.seed)))[1]
-    policy = peft.load(config.init_from)
+    base_is_frozen = all(is_adapter(name) for name in trained_of(decoder, LearnerOptions(**config.learner)))
+    policy = peft.load(config.init_from, mesh, config.learner.frozen_dtype if base_is_frozen else "float32")
     params = params_of(policy)[1]
     if policy.config.lora and not decoder.lora:
         return jax.jit(lambda w: merged(w, policy.config))(params)

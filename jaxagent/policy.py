@@ -19,9 +19,9 @@ from jaxagent.learner import LearnerOptions, check_frozen, trained_of
 from jaxagent.models import hf, peft
 from jaxagent.models.adapters import is_adapter, merged, unadapted
 from jaxagent.models.frozen import digest, join, split
-from jaxagent.models.transformer import Decoder, DecoderConfig, Params, params_of
+from jaxagent.models.transformer import Decoder, DecoderConfig, Params, logical_axes, params_of
 from jaxagent.parts import policy_shape, start_weights
-from jaxagent.sharding import DeviceMesh
+from jaxagent.sharding import AXES, DeviceMesh
 from jaxagent.types import Message, SampleRequest, Sampling, sampling_key
 
 
@@ -64,15 +64,16 @@ def _check_adapter(config: ConfigDict, decoder: DecoderConfig, names: frozenset[
 
 def last_weights(config: ConfigDict, decoder: DecoderConfig, names: frozenset[str], workdir: Path) -> tuple[int, Params]:
     """The step of a run's last checkpoint and all its weights: the trained ones of it, the frozen ones of where it started."""
-    shapes = params_of(nnx.eval_shape(lambda: Decoder(decoder, nnx.Rngs(0))))[1]
-    here = DeviceMesh.build(data=1).sharding()
-    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), shapes)
+    skeleton, mesh = nnx.eval_shape(lambda: Decoder(decoder, nnx.Rngs(0))), _place(config)
+    shapes = params_of(skeleton)[1]
+    places = mesh.shardings(logical_axes(skeleton), shapes)
+    like = jax.tree.map(lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), shapes, places)
     trained, frozen = split(like, names)
     wanted: Params = {"params": trained}
     if frozen:
-        start = split(start_weights(config, decoder), names)[1]
-        frozen = jax.tree.map(lambda w: w.astype(config.learner.frozen_dtype), start)
-        wanted["frozen"] = {"digest": jax.ShapeDtypeStruct((), jnp.uint32, sharding=here)}
+        start = split(start_weights(config, decoder, mesh), names)[1]
+        frozen = jax.tree.map(lambda w, x: jax.device_put(w.astype(config.learner.frozen_dtype), x.sharding), start, frozen)
+        wanted["frozen"] = {"digest": jax.ShapeDtypeStruct((), jnp.uint32, sharding=mesh.sharding())}
     checkpoints = Checkpoints(workdir / "checkpoints", config.checkpoint.keep)
     try:
         step = checkpoints.latest()
@@ -86,14 +87,23 @@ def last_weights(config: ConfigDict, decoder: DecoderConfig, names: frozenset[st
     return step, join(saved["params"], frozen)
 
 
+def _place(config: ConfigDict) -> DeviceMesh:
+    """One copy of the weights, cut as in the run where this machine has the devices for it, else on one device."""
+    try:
+        return DeviceMesh.build(**{**{axis: config.mesh[axis] for axis in AXES}, "data": 1})
+    except ValueError:
+        return DeviceMesh.build(data=1)
+
+
 def generate(checkpoint: str, prompt: str, temperature: float, max_tokens: int) -> int:
     """The command `jaxagent generate`: prints one sampled turn of a checkpoint, or of adapters on theirs."""
-    policy = peft.load(checkpoint)
+    place = next(DeviceMesh.build().replicas())
+    policy = peft.load(checkpoint, place)
     template = template_of(peft.base_of(checkpoint))
     ids = template.prompt([Message("user", prompt)], ())
     length = -(-(len(ids) + max_tokens) // 128) * 128
     options = EngineOptions(slots=1, slot_tokens=length, decode_tokens=16, append_rows=1, append_tokens=(64,))
-    engine = Engine(policy.config, options, next(DeviceMesh.build().replicas()))
+    engine = Engine(policy.config, options, place)
     sampling = Sampling(temperature=temperature, max_tokens=max_tokens)
     request = SampleRequest("prompt", tuple(ids), 0, sampling_key(0, prompt, 0), template.stop, sampling)
     try:

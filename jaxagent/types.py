@@ -97,7 +97,11 @@ class SampleRequest:
 
 @dataclass(frozen=True)
 class Sample:
-    """One sampled turn. `fed_start` and `fed` are the sampler's own record of what it was fed, for the auditor."""
+    """One sampled turn. `fed_start` and `fed` are the sampler's own record of what it was fed, for the auditor.
+
+    `routing` holds the experts of every token that went through the model since the last sample, an int16 array [tokens, L,
+    k]: the pending token of the turn before, the fed ones, and the sampled ones but the last. None where none is recorded.
+    """
 
     tokens: list[int]
     logprobs: list[float]
@@ -105,6 +109,7 @@ class Sample:
     stopped: bool  # by a stop token; otherwise the budget ran out
     fed_start: int
     fed: list[int]
+    routing: Any = None
 
 
 class Sampler(Protocol):
@@ -165,6 +170,7 @@ class Trajectory:
     attempts: int = 1
     difficulty: str = ""
     seconds: float = 0.0
+    routing: list[Any] = field(default_factory=list)  # of each turn's sample; joined, of all tokens but the last; not stored
 
     @property
     def reward(self) -> float:
@@ -195,10 +201,13 @@ class Trajectory:
         self.version += sample.versions
         self.turn += [len(self.turns)] * n
         self.turns.append(turn)
+        if sample.routing is not None:
+            self.routing.append(sample.routing)
         return turn
 
     def to_json(self) -> dict[str, Any]:
-        return {**self.__dict__, "turns": [asdict(turn) for turn in self.turns]}
+        kept = {name: value for name, value in self.__dict__.items() if name != "routing"}
+        return {**kept, "turns": [asdict(turn) for turn in self.turns]}
 
     @classmethod
     def from_json(cls, record: dict[str, Any]) -> Trajectory:

@@ -23,6 +23,7 @@ from jaxagent.models import hf
 from jaxagent.models.adapters import LORA_A, LORA_B
 from jaxagent.models.lora import LoraSpec
 from jaxagent.models.transformer import LINEARS, Decoder, DecoderConfig, params_of
+from jaxagent.sharding import DeviceMesh
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 # What changes the meaning of the factors, or adds weights beside them, and its value where it does not.
@@ -60,9 +61,14 @@ def read_config(path: str | Path) -> DecoderConfig:
     return replace(base, lora=_read_spec(Path(path), base)) if is_adapter_directory(path) else base
 
 
-def load(path: str | Path) -> Decoder:
-    """The policy of a checkpoint directory, or that of an adapter directory's base with the adapters on it."""
-    policy = hf.load(base_of(path))
+def load(path: str | Path, mesh: DeviceMesh | None = None, dtype: str = "float32") -> Decoder:
+    """The policy of a checkpoint directory, or that of an adapter directory's base with the adapters on it.
+
+    Args:
+        mesh: where the base goes; see hf.load.
+        dtype: of the base; adapters are float32.
+    """
+    policy = hf.load(base_of(path), mesh, dtype)
     if not is_adapter_directory(path):
         return policy
     config = read_config(path)

@@ -147,6 +147,20 @@ def test_our_export_loads_in_transformers_with_equal_logits_and_tensors(model: A
         np.testing.assert_array_equal(tensor.numpy(), after[name].numpy(), err_msg=name)
 
 
+def test_shards_load_in_transformers_and_its_shards_here(model: Any, tmp_path: Path) -> None:
+    import transformers
+
+    model.save_pretrained(tmp_path / "theirs", max_shard_size="20KB")
+    assert (tmp_path / "theirs" / "model.safetensors.index.json").is_file()
+    hf.save(hf.load(tmp_path / "theirs"), tmp_path / "ours", max_shard_bytes=20_000)
+    assert len(list((tmp_path / "ours").glob("model-*-of-*.safetensors"))) > 1
+    again, faults = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours", output_loading_info=True)
+    assert not any(faults.values())
+    after = again.state_dict()
+    for name, tensor in model.state_dict().items():
+        np.testing.assert_array_equal(tensor.numpy(), after[name].numpy(), err_msg=name)
+
+
 def test_what_transformers_writes_comes_back_byte_for_byte(model: Any, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "theirs")
     hf.save(hf.load(tmp_path / "theirs"), tmp_path / "ours")
