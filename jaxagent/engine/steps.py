@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -19,6 +20,7 @@ from jaxagent.engine.cache import Cache, attend_slots, copy_prefix
 from jaxagent.engine.sampling import sample, uniforms
 from jaxagent.models.adapters import merged, unadapted
 from jaxagent.models.layers import rms_norm
+from jaxagent.models.moe import mix_experts
 from jaxagent.models.transformer import Decoder, DecoderConfig, Params, embed, head_logits, head_table, unstack
 from jaxagent.sharding import DeviceMesh
 
@@ -60,11 +62,13 @@ def make_steps(
     """
     block_graph = nnx.split(nnx.eval_shape(lambda: Decoder(unadapted(config), nnx.Rngs(0)).blocks))[0]
 
+    mix = partial(mix_experts, spec=config.mixture, mesh=mesh) if config.experts else None
+
     def forward(params: Params, cache: Cache, token_BT: Array, pos_BT: Array, attend: Any) -> tuple[Array, Cache, Array | None]:
         ropes = config.rotations(pos_BT)
         x, grown, chosen = embed(params["embed"], token_BT, config), [], []
         for i, (weights, layer) in enumerate(zip(params["blocks"], cache, strict=True)):
-            x, layer, routing = nnx.merge(block_graph, weights)(x, ropes, attend, layer, config.slides(i), mesh)
+            x, layer, routing = nnx.merge(block_graph, weights)(x, ropes, attend, layer, config.slides(i), mix)
             grown.append(layer)
             if record_routing and routing is not None:
                 chosen.append(routing.experts_BTk.astype(jnp.int16))

@@ -7,14 +7,16 @@ over them, the engine slices them once per publish (`unstack`).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxagent.models.attention import Attend, AttentionSpec, dot, packed, soft_cap
 from jaxagent.models.layers import ACTIVATIONS, constant, project, rms_norm, weight
@@ -24,6 +26,7 @@ from jaxagent.models.rope import PLAIN, RopeScaling, Rotation, rotary, rotate
 from jaxagent.sharding import DeviceMesh
 
 Params = dict[str, Any]
+Mix = Callable[[Array, ExpertWeights], tuple[Array, Routing]]
 
 # What a layer keeps for its backward pass; the rest is computed again. Least memory last.
 REMAT: dict[str, Any] = {
@@ -187,15 +190,14 @@ class Block(nnx.Module):
         attend: Attend,
         cache: Any,
         sliding: bool | Array = False,
-        mesh: DeviceMesh | None = None,
-        replay: Int[Array, "B T k"] | None = None,
+        mix: Mix | None = None,
     ) -> tuple[Float[Array, "B T D"], Any, Routing | None]:
         """Returns the layer's output, its cache extended by `attend`, and where its tokens were routed to.
 
         Args:
             ropes: rotations of full and of sliding layers.
             sliding: whether this layer is a sliding one; data in a scan over mixed layers.
-            replay: the experts to use instead of the router's choice; -1 leaves it the choice.
+            mix: `mix_experts` with all but its input and its weights; None is one device.
         """
         c = self.config
         h = self._norm("attn_norm", x_BTD)
@@ -213,13 +215,13 @@ class Block(nnx.Module):
         if c.o_bias:
             out = out + self.o_bias[...]
         x_BTD = x_BTD + (self._norm("post_attn_norm", out) if c.post_norms else out)
-        out, routing = self._feed_forward(self._norm("mlp_norm", x_BTD), mesh, replay)
+        out, routing = self._feed_forward(self._norm("mlp_norm", x_BTD), mix)
         return x_BTD + (self._norm("post_mlp_norm", out) if c.post_norms else out), cache, routing
 
-    def _feed_forward(self, h: Array, mesh: DeviceMesh | None, replay: Array | None) -> tuple[Array, Routing | None]:
+    def _feed_forward(self, h: Array, mix: Mix | None) -> tuple[Array, Routing | None]:
         if self.config.experts:
             weights = ExpertWeights(self.router[...], self.gate[...], self.up[...], self.down[...])
-            return mix_experts(h, weights, self.config.mixture, mesh, replay_BTk=replay)
+            return (mix or partial(mix_experts, spec=self.config.mixture, mesh=None))(h, weights)
         gated = ACTIVATIONS[self.config.activation](self._linear("gate", h)) * self._linear("up", h)
         return self._linear("down", gated), None
 
@@ -250,6 +252,7 @@ class Decoder(nnx.Module):
         *,
         remat: str = "none",
         mesh: DeviceMesh | None = None,
+        valid: Bool[Array, "B T"] | None = None,
         replay: Int[Array, "L B T k"] | None = None,
     ) -> tuple[Float[Array, "B T D"], Routing | None]:
         """The normed output of the last layer, by a scan over the layers, and the routing of all layers; no cache is kept.
@@ -257,6 +260,8 @@ class Decoder(nnx.Module):
         Args:
             remat: a name of REMAT.
             mesh: over which activations are cut; None is one device.
+            valid: false at padding, which no expert need compute.
+            replay: the experts to use instead of the router's choice; -1 leaves it the choice.
         """
         c = self.config
         ropes = c.rotations(pos_BT)
@@ -267,7 +272,8 @@ class Decoder(nnx.Module):
         def layer(x: Array, given: tuple[Any, Array | None, Array | None]) -> tuple[Array, Routing | None]:
             weights, slides, chosen = given
             sliding = any(c.sliding) if slides is None else slides
-            x, _, routing = nnx.merge(graph, weights)(x, ropes, attend, None, sliding, mesh, chosen)
+            mix = partial(mix_experts, spec=c.mixture, mesh=mesh, valid_BT=valid, replay_BTk=chosen) if c.experts else None
+            x, _, routing = nnx.merge(graph, weights)(x, ropes, attend, None, sliding, mix)
             return cut(x, ("rows", "length", None)), routing
 
         step = layer if remat == "none" else jax.checkpoint(layer, policy=REMAT[remat], prevent_cse=False)
