@@ -136,6 +136,7 @@ def test_an_override_takes_the_type_of_its_key(override: str, wanted: Any) -> No
         ("optimizer.lr=false", "optimizer.lr wants float, got 'false'"),
         ("evaluate.ablate=1", "evaluate.ablate wants bool, got '1'"),
         ("algo.clip_high=wide", "algo.clip_high wants float, got 'wide'"),
+        ("lora.rank=eight", "lora.rank wants int, got 'eight'"),
         ("engine.append_tokens=8", "engine.append_tokens wants tuple, got '8'"),
         ("engine.append_tokens=4,8", "engine.append_tokens wants tuple, got '4,8'"),
         ("seed", "'seed': write key.path=value"),
