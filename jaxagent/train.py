@@ -154,6 +154,7 @@ def tell(run: Run) -> None:
         f"{c.env.name}: {size / 1e6:.2f}M parameters on {jax.device_count()} {jax.default_backend()} devices, "
         f"{c.feed.prompts} x {c.feed.rollouts} episodes a step, {c.algo.name}; {parts.sandbox.description}"
     )
+    run.progress.say(parts.learner.attention.note)
 
 
 def resume(run: Run) -> None:
