@@ -7,6 +7,7 @@ what to do where the template has no words for tools: that is a family's dialect
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -58,6 +59,11 @@ def schema(tool: ToolSpec) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
+def call_id(call: ToolCall, place: int) -> str:
+    """What a call is named in its turn: as the policy named it, if in nine letters and digits, or by its place."""
+    return call.id if _ID.fullmatch(call.id) else f"call{place:05d}"
+
+
 def call_json(call: ToolCall, key: str = "arguments") -> str:
     return json.dumps({"name": call.name, key: call.arguments}, ensure_ascii=False)
 
@@ -104,4 +110,5 @@ def _no_number(word: str) -> Any:
     raise ValueError(f"{word} is not a number")
 
 
+_ID = re.compile(r"[A-Za-z0-9]{9}")
 _DECODER = json.JSONDecoder(parse_constant=_no_number)

@@ -15,7 +15,7 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from jaxagent.chat.dialect import Dialect, schema
+from jaxagent.chat.dialect import Dialect, call_id, schema
 from jaxagent.chat.history import PROBE_TOOL, ChatOptions, Rewriting, Tongue, compare, rewritings
 from jaxagent.types import Message, ToolCall, ToolSpec
 
@@ -24,7 +24,6 @@ _HIDDEN = re.compile(f"{_MARK}([0-9]+);")  # stands for a control token inside a
 _SAID = "\ue001"  # stands in the small dialogue's turn, to find it again
 _USER = Message("user", "x")
 _LOOKS_LIKE_CONTROL = re.compile(r"<\|.*\|>|\[/?[A-Z_]+\]")
-_ID = re.compile(r"[A-Za-z0-9]{9}")  # what Mistral's templates take for the id of a call
 _TYPES = {bool: "boolean", int: "integer", float: "number", list: "array", dict: "object", type(None): "null"}
 
 
@@ -263,13 +262,13 @@ def _to_hf(messages: Sequence[Message]) -> list[dict[str, Any]]:
         if message.thinking:
             hf["reasoning_content"] = message.thinking
         if message.calls:
-            ids = [call.id if _ID.fullmatch(call.id) else f"call{i:05d}" for i, call in enumerate(message.calls)]
+            ids = [call_id(call, i) for i, call in enumerate(message.calls)]
             functions = [{"name": call.name, "arguments": call.arguments} for call in message.calls]
             pairs = zip(ids, functions, strict=True)
             hf["tool_calls"] = [{"id": name, "type": "function", "function": function} for name, function in pairs]
             open_calls = iter(ids)
         if message.role == "tool":
-            hf["tool_call_id"] = next(open_calls, "call00000")
+            hf["tool_call_id"] = next(open_calls, call_id(ToolCall(""), 0))
         if message.name:
             hf["name"] = message.name
         found.append(hf)
