@@ -7,13 +7,13 @@ import json
 import os
 from pathlib import Path
 
-from jaxagent.chat import chatml, gemma, llama
+from jaxagent.chat import chatml, gemma, llama, mistral
 from jaxagent.chat.dialect import Dialect
 from jaxagent.chat.history import ChatOptions
 from jaxagent.chat.plain import PlainTemplate, is_plain
 from jaxagent.chat.template import Template
 
-DIALECTS = (chatml.DIALECT, llama.DIALECT, gemma.DIALECT)
+DIALECTS = (chatml.DIALECT, llama.DIALECT, gemma.DIALECT, mistral.DIALECT)
 
 
 def template_of(checkpoint: str, options: ChatOptions | None = None) -> Template:

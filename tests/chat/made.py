@@ -7,7 +7,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from jaxagent.chat import chatml, gemma, llama
+from jaxagent.chat import chatml, gemma, llama, mistral
 from jaxagent.chat.dialect import schema
 from jaxagent.chat.history import ChatOptions
 from jaxagent.chat.tokenizer_template import TokenizerTemplate
@@ -23,16 +23,20 @@ SPECIAL = {
         *("<|eot_id|>", "<|eom_id|>", "<|python_tag|>"),
     ),
     "gemma": ("<pad>", "<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"),
+    "mistral": (
+        *("<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]"),
+        *("[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]", "[CALL_ID]", "[ARGS]"),
+    ),
 }
 WHOLE = {
     "chatml": ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"),
     "gemma": ("\n\n", "\t\t", "<table>"),  # which mean nothing, but have ids of their own
 }
-BOS = {"llama": "<|begin_of_text|>", "gemma": "<bos>"}
-EOS = {"chatml": "<|im_end|>", "llama": "<|eot_id|>", "gemma": "<eos>"}
+BOS = {"llama": "<|begin_of_text|>", "gemma": "<bos>", "mistral": "<s>"}
+EOS = {"chatml": "<|im_end|>", "llama": "<|eot_id|>", "gemma": "<eos>", "mistral": "</s>"}
 
 
-# Chat templates in the shape of the families' own: of Qwen2.5 with thoughts, Llama 3.1, and Gemma 2.
+# Chat templates in the shape of the families' own: of Qwen2.5 with thoughts, Llama 3.1, Gemma 2 and Mistral v3.
 JINJA = {
     "chatml": """
 {%- if tools %}{{ '<|im_start|>system\\n' }}
@@ -82,8 +86,23 @@ JINJA = {
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<start_of_turn>model\\n' }}{% endif %}
 """,
+    "mistral": """
+{{- bos_token }}
+{%- set system = messages[0].content + '\\n\\n' if messages[0].role == 'system' else '' %}
+{%- set messages = messages[1:] if system else messages %}
+{%- if tools %}{{ '[AVAILABLE_TOOLS] ' + tools | tojson + '[/AVAILABLE_TOOLS]' }}{% endif %}
+{%- for m in messages %}
+{%- if m.role == 'user' %}{{ '[INST] ' + (system if loop.first else '') + m.content + '[/INST]' }}
+{%- elif m.tool_calls %}{{ '[TOOL_CALLS] [' }}
+{%- for call in m.tool_calls %}{% if call.id | length != 9 %}{{ raise_exception('nine characters') }}{% endif %}
+{{- (call.function | tojson)[:-1] + ', "id": "' + call.id + '"}' + (']' if loop.last else ', ') }}{% endfor %}{{ eos_token }}
+{%- elif m.role == 'assistant' %}{{ ' ' + m.content | trim + eos_token }}
+{%- else %}{{ '[TOOL_RESULTS] {"content": ' + m.content + ', "call_id": "' + m.tool_call_id + '"}[/TOOL_RESULTS]' }}
+{%- endif %}
+{%- endfor %}
+""",
 }
-DIALECT = {"chatml": chatml.DIALECT, "llama": llama.DIALECT, "gemma": gemma.DIALECT}
+DIALECT = {"chatml": chatml.DIALECT, "llama": llama.DIALECT, "gemma": gemma.DIALECT, "mistral": mistral.DIALECT}
 
 
 def make(family: str, jinja: str = "", options: ChatOptions | None = None) -> TokenizerTemplate:
