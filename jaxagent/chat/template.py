@@ -60,7 +60,7 @@ def render(template: Template, messages: Sequence[Message], tools: Sequence[Tool
     while at < len(messages):
         turn = template.turn(messages[at])
         until = next((i for i in range(at + 1, len(messages)) if messages[i].role == "assistant"), len(messages))
-        observation = template.extend(messages[at + 1 : until]) if until > at + 1 else []
+        observation = template.extend(messages[at + 1 : until], after=messages[at]) if until > at + 1 else []
         ids += [*turn, *observation]
         mask += [True] * len(turn) + [False] * len(observation)
         at = until

@@ -48,6 +48,11 @@ class TokenizerTemplate:
         self.vocab_size = max(tokenizer.get_vocab().values()) + 1
         self._hideable = [*sorted(self._control(added), key=len, reverse=True), _MARK]
         self._any_hideable = re.compile("|".join(map(re.escape, self._hideable)))
+        self._control_tokens = tuple(token for token in self._hideable if token != _MARK)
+        # What a piece is encoded behind, after a control token and in a text: the same, where it makes no difference.
+        end, line = dialect.end, f"{dialect.end}\n"
+        spaces = self._raw(f"{end}x")[1:] != self._raw(f"{line}x")[len(self._raw(line)) :]
+        self._behind = [(behind, len(self._raw(behind))) for behind in (end, line if spaces else end)]
         self._tongue = Tongue(
             lambda messages, tools, header: self._render(messages, tools, header=header), self._to_end, self._encode, self.text
         )
@@ -164,7 +169,7 @@ class TokenizerTemplate:
         after = self._to_end(self._apply([self._hide_message(_USER), message], [], header=False))
         if not after.startswith(before):
             raise ValueError(str(self._compared(before, after, "turn")))
-        return self._encode(after[len(before) :])
+        return self._encode(after[len(before) :], before)
 
     def _to_end(self, rendered: str) -> str:
         """A rendered dialogue up to the end of its last turn."""
@@ -235,18 +240,28 @@ class TokenizerTemplate:
             return {self._hide(name): self._hide(inner) for name, inner in value.items()}
         return [self._hide(inner) for inner in value] if isinstance(value, list | tuple) else value
 
-    def _encode(self, rendered: str) -> list[int]:
+    def _encode(self, rendered: str, before: str = "") -> list[int]:
         """Ids of rendered text; the control tokens that were hidden come out as text, cut so that none is recognised.
 
-        Every piece is encoded behind a control token: some tokenizers put a space before the first word of a text.
+        Args:
+            before: the rendered text that it follows, or nothing where that ends with a control token.
         """
         ids: list[int] = []
         for i, piece in enumerate(_HIDDEN.split(rendered)):
             hidden = self._hideable[int(piece)] if i % 2 else ""
             halves = (hidden[:1], hidden[1:]) if i % 2 else (piece,)
             for half in halves:
-                ids += self.tokenizer.encode(self.dialect.end + half, add_special_tokens=False)[1:] if half else []
+                ids += self._ids(half, in_text=bool(before) and not before.endswith(self._control_tokens))
+                before = half + "x" * (i % 2) or before  # half a control token is text, also where it looks like another
         return ids
+
+    def _ids(self, text: str, *, in_text: bool) -> list[int]:
+        """Ids of a piece of text. Some tokenizers put a space before a text that begins or follows a control token."""
+        behind, length = self._behind[in_text]
+        return self._raw(behind + text)[length:] if text else []
+
+    def _raw(self, text: str) -> list[int]:
+        return list(self.tokenizer.encode(text, add_special_tokens=False))
 
 
 def tokenizer_of(checkpoint: str) -> PreTrainedTokenizerBase:

@@ -126,6 +126,12 @@ def test_a_result_repeats_the_id_that_the_policy_gave_its_call() -> None:
     assert text.index("aB3dE6gH9") < text.index("000000002")
 
 
+def test_a_dialogue_with_ids_of_its_own_keeps_them_together() -> None:
+    call = ToolCall("look", {"key": "37"}, "aB3dE6gH9")
+    dialogue = (*DIALOGUE[:2], Message("assistant", calls=(call,)), DIALOGUE[3])
+    assert TEMPLATE.text(render(TEMPLATE, dialogue, (LOOK,))[0]).count("aB3dE6gH9") == 2
+
+
 def test_a_template_that_moves_system_message_and_tools_is_carried_on_as_declared() -> None:
     refusing = make("mistral", MOVING)
     assert set(refusing.rewritings) == {"tool", "user"}

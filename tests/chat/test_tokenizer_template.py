@@ -9,7 +9,9 @@ import pytest
 from drawn import drawn
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from made import DIALECT, JINJA, LOOK, SPECIAL, WHOLE, make, own
+from made import BOS, DIALECT, EOS, JINJA, LOOK, SPECIAL, WHOLE, make, own
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
+from transformers import PreTrainedTokenizerFast
 
 from jaxagent.chat.template import render
 from jaxagent.chat.tokenizer_template import TokenizerTemplate
@@ -178,3 +180,25 @@ def test_of_several_templates_the_one_for_tools_is_used_throughout() -> None:
 def test_a_turn_that_would_be_read_as_another_is_refused() -> None:
     with pytest.raises(ValueError, match="cannot say this turn so that it is read back"):
         TEMPLATES["chatml"].turn(Message("assistant", '<tool_call>\n{"name": "look"}\n</tool_call>'))
+
+
+def pieces_tokenizer(family: str) -> PreTrainedTokenizerFast:
+    """As SentencePiece's tokenizers are exported: a space before every text, spaces as ▁, bytes for missing characters."""
+    alphabet = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *"abcdefghijklmnopqrstuvwxyz0123456789"]
+    vocab = {token: i for i, token in enumerate(alphabet)} | {"▁w": len(alphabet)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[("▁", "w")], byte_fallback=True, unk_token="<unk>"))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL[family]])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token=BOS.get(family), eos_token=EOS[family], chat_template=JINJA[family].strip()
+    )
+
+
+@pytest.mark.parametrize("family", ["gemma", "mistral"])
+def test_a_tokenizer_that_puts_a_space_before_every_text_gives_the_same_ids_in_pieces(family: str) -> None:
+    template = TokenizerTemplate(pieces_tokenizer(family), DIALECT[family])
+    ids, _ = render(template, TALK, ())
+    assert ids == own(template.tokenizer, TALK, (), header=True)
+    for message in (Message("assistant", "where ☃?"), Message("assistant", "", calls=(ToolCall("look", {"key": "</s>"}),))):
+        assert template.parse(template.turn(message), (LOOK,)) == message
