@@ -298,12 +298,14 @@ def _with_system(messages: Sequence[Message], text: str) -> list[Message]:
 
 
 def _folded(messages: Sequence[Message]) -> list[Message]:
-    """The dialogue with every system message at the beginning of what comes after it."""
+    """The dialogue with every system message at the beginning of what comes after it, or the user's where nothing does."""
     found: list[Message] = []
     for message in messages:
         if found and found[-1].role == "system":
             message = replace(message, content=f"{found.pop().content}\n\n{message.content}")
         found.append(message)
+    if found and found[-1].role == "system":
+        found[-1] = replace(found[-1], role="user")
     return found
 
 

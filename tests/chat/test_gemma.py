@@ -57,6 +57,10 @@ def test_a_system_message_goes_into_the_first_turn_of_the_user_where_the_templat
     assert TEMPLATE.prompt(DIALOGUE[1:2], ()) == own(TOKENIZER, DIALOGUE[1:2], (), header=True)
 
 
+def test_a_system_message_alone_is_the_users() -> None:
+    assert TEMPLATE.prompt([Message("system", "Begin.")], ()) == TEMPLATE.prompt([Message("user", "Begin.")], ())
+
+
 def test_a_template_that_takes_system_messages_gets_them_as_they_are() -> None:
     takes = JINJA["gemma"].replace(
         "{%- for m in messages %}", "{%- set s = messages[0].content + '!' if messages[0].role == 'system' %}"

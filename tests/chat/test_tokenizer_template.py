@@ -167,6 +167,14 @@ def test_a_tokenizer_without_the_family_or_a_template_is_refused(family: str) ->
         TokenizerTemplate(tokenizer, other)
 
 
+def test_spaces_before_punctuation_stay_where_the_tokenizer_would_take_them_out() -> None:
+    template = make("llama")
+    template.tokenizer.clean_up_tokenization_spaces = True  # as Llama 3's tokenizers say
+    template.tokenizer.clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output = True
+    message = Message("assistant", "a , b . do n't !")
+    assert template.parse(template.turn(message), ()) == message
+
+
 def test_of_several_templates_the_one_for_tools_is_used_throughout() -> None:
     tokenizer = TEMPLATES["chatml"].tokenizer.__class__(
         tokenizer_object=TEMPLATES["chatml"].tokenizer.backend_tokenizer,
