@@ -155,7 +155,7 @@ class TokenizerTemplate:
 
     def _calls_for(self, messages: Sequence[Message], after: Message | None) -> tuple[ToolCall, ...]:
         """Calls that these results may follow, with the ids that the policy gave them."""
-        count = sum(message.role == "tool" for message in messages) if self.parallel else 1
+        count = sum(message.role == "tool" for message in messages)
         said = after.calls[:count] if after else ()
         made = [ToolCall(call.name, {"x": _SAID}, call.id) for call in said]
         return (*made, *(ToolCall("f", {"x": _SAID}) for _ in range(count - len(made))))

@@ -81,6 +81,8 @@ def test_nothing_that_a_tool_says_ends_the_turn() -> None:
 def test_words_that_have_an_id_of_their_own_keep_it() -> None:
     said = [Message("user", "a\n\nb <table>\t\tc")]
     assert TEMPLATE.prompt(said, ()) == own(TOKENIZER, said, (), header=True)
+    spaced = make("gemma", JINJA["gemma"].replace("'<start_of_turn>' +", "'' + '\n\n'[2:] + '<start_of_turn>' +"))
+    assert spaced.prompt(said, ()) == own(TOKENIZER, said, (), header=True)
     table = TOKENIZER.convert_tokens_to_ids("<table>")
     assert table in TEMPLATE.prompt(said, ())
 

@@ -131,6 +131,8 @@ def test_several_calls_go_in_words_where_the_template_takes_one() -> None:
     assert not TEMPLATE.parallel
     text = TEMPLATE.text(TEMPLATE.turn(Message("assistant", "Both.", calls=BOTH)))
     assert text == f"Both.\n{LOOKED}; {MOVED}<|eot_id|>"
+    again = [DIALOGUE[1], Message("assistant", calls=BOTH), *DIALOGUE[5:8]]
+    assert f"{LOOKED}; {MOVED}<|eot_id|>" in TEMPLATE.text(TEMPLATE.prompt(again, (LOOK,)))
     results = TEMPLATE.text(TEMPLATE.extend([Message("tool", "a", name="look"), Message("tool", "b", name="move")]))
     assert results.startswith('<|start_header_id|>ipython<|end_header_id|>\n\n"a"<|eot_id|><|start_header_id|>ipython')
 

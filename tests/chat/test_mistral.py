@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
 from made import JINJA, LOOK, hf, make
+from scripted import ScriptedSampler, episode
+from toys import TASK, Lone
 
+from jaxagent.agent import Limits
 from jaxagent.chat.dialect import schema
 from jaxagent.chat.history import ChatOptions
 from jaxagent.chat.template import render
 from jaxagent.chat.tokenizer_template import TokenizerTemplate
-from jaxagent.types import Message, ToolCall
+from jaxagent.envs.env import Step
+from jaxagent.types import Message, Sampling, ToolCall
 
 TEMPLATE = make("mistral")
 TOKENIZER = TEMPLATE.tokenizer
@@ -124,6 +129,23 @@ def test_a_result_repeats_the_id_that_the_policy_gave_its_call() -> None:
     both = said(f'{LISTED[:-1]}, {{"name": "look", "arguments": {{}}, "id": "000000002"}}]')
     text = TEMPLATE.text(TEMPLATE.extend(result * 2, after=both))
     assert text.index("aB3dE6gH9") < text.index("000000002")
+
+
+class Desk(Lone):
+    """Answers one call, then ends."""
+
+    tools = (LOOK,)
+
+    async def step(self, action: Message) -> Step:
+        return Step([Message("tool", "52", name="look")]) if action.calls else Step(terminated=True, answered=True)
+
+
+def test_an_episode_repeats_the_ids_that_were_sampled() -> None:
+    turns = iter([[*TOKENIZER.encode(LISTED), TEMPLATE.stop[0]], TEMPLATE.turn(Message("assistant", "52"))])
+    sampler = ScriptedSampler(TEMPLATE, lambda text, request: next(turns))
+    limits, sampling = Limits(max_tokens=1000), Sampling(max_tokens=200)
+    (row,) = asyncio.run(episode(Desk(), TASK, sampler, limits=limits, sampling=sampling))
+    assert TEMPLATE.text(row.tokens).endswith('[TOOL_RESULTS] {"content": 52, "call_id": "aB3dE6gH9"}[/TOOL_RESULTS] 52</s>')
 
 
 def test_a_dialogue_with_ids_of_its_own_keeps_them_together() -> None:
