@@ -37,7 +37,10 @@ def get_config(arg: str = "") -> ConfigDict:
 
     c.agent = ConfigDict()  # budgets of an episode
     c.agent.max_turns = 8
-    c.agent.max_tokens = 1024  # of the whole row: prompt, turns, observations
+    c.agent.max_tokens = 1024  # of a whole row: prompt, turns, observations
+
+    c.chat = ConfigDict()
+    c.chat.history = "refuse"  # or keep, segment: where the checkpoint's chat template rewrites what was said before
 
     c.sampling = ConfigDict()  # of training rollouts; evaluation has its own
     c.sampling.temperature = 1.0

@@ -223,6 +223,7 @@ def _inert(c: ConfigDict) -> Iterator[tuple[str, str]]:
     remote = bool(c.sandbox.url)
     inert = {
         "model.": (bool(c.init_from), "init_from gives the model's shape"),
+        "chat.history": (not c.init_from, "the template of a policy from scratch rewrites nothing"),
         "warmup.": (not c.warmup.steps, "warmup.steps is 0"),
         "warmup_optimizer.": (not c.warmup.steps, "warmup.steps is 0"),
         "feed.max_rounds": (not mixed, "the algorithm keeps all groups"),

@@ -205,9 +205,7 @@ class Learner:
         attend = self.attention.attend(batch["segment"])
         hidden, _ = policy.hidden(batch["tokens"], batch["position"], attend, remat=o.remat, mesh=self.mesh)
         table, following = head_table(params, self.config), jnp.pad(batch["tokens"][:, 1:], ((0, 0), (0, 1)))
-        each = token_logprobs(
-            hidden, table, following, o.temperature, o.head_chunk, self.config.logit_softcap, self.mesh
-        )
+        each = token_logprobs(hidden, table, following, o.temperature, o.head_chunk, self.config.logit_softcap, self.mesh)
         logprob, entropy = (jnp.pad(x[:, :-1], ((0, 0), (1, 0))) for x in each)
         return logprob, entropy
 

@@ -20,6 +20,7 @@ from jaxagent import config as configs
 from jaxagent.agent import Agent, Limits
 from jaxagent.algos.table import Algorithm, choose
 from jaxagent.chat.family import template_of
+from jaxagent.chat.history import ChatOptions
 from jaxagent.chat.template import Template
 from jaxagent.checkpoint import Checkpoints
 from jaxagent.engine.engine import Engine, EngineOptions
@@ -49,6 +50,7 @@ def faults(config: ConfigDict) -> list[str]:
 
     builders: dict[str, Callable[..., Any]] = {
         "agent": Limits,
+        "chat": ChatOptions,
         "sampling": Sampling,
         "rollout": RolloutOptions,
         "feed": FeedOptions,
@@ -236,7 +238,7 @@ def policy_shape(config: ConfigDict) -> tuple[Template, DecoderConfig]:
         template = template_of("")
         return template, DecoderConfig(vocab_size=template.vocab_size, qk_norm=True, **config.model)
     decoder = hf.read_config(config.init_from)  # its complaint about a missing checkpoint comes before the tokenizer's
-    template = template_of(config.init_from)
+    template = template_of(config.init_from, ChatOptions(**config.chat))
     if template.vocab_size > decoder.vocab_size:
         raise ValueError(
             f"{config.init_from}: the tokenizer has {template.vocab_size} ids, the model's vocabulary only "

@@ -243,6 +243,7 @@ def test_a_value_that_a_component_refuses_is_a_fault_in_its_words(override: str,
         ("algo.length=50", BASE, "only the aggregation sequence_sum_norm divides by it"),
         ("learner.tis_cap=2", BASE, "train.old_logprob is sampler"),
         ("sandbox.token_file=token", BASE, "the embedded server makes its own token"),
+        ("chat.history=keep", BASE, "the template of a policy from scratch rewrites nothing"),
     ],
 )
 def test_a_key_that_does_nothing_is_a_fault(override: str, spec: str, why: str) -> None:

@@ -123,9 +123,7 @@ def _forward_part(hidden: Array, table: Array, target: Array, head: _Head) -> tu
         axis, own_top = RULES["vocab"], top
         top = jax.lax.pmax(own_top, axis)
         shift = own_top - top
-        logit, total, moment = jax.lax.psum(
-            (logit, total * jnp.exp(shift), (moment + total * shift) * jnp.exp(shift)), axis
-        )
+        logit, total, moment = jax.lax.psum((logit, total * jnp.exp(shift), (moment + total * shift) * jnp.exp(shift)), axis)
     log_total = jnp.log(total)
     return logit - top - log_total, log_total - moment / total, top, log_total
 

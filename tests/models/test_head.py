@@ -74,7 +74,9 @@ def test_a_mesh_gives_the_values_and_gradients_of_the_plain_formula(asked: dict[
 def test_no_device_ever_holds_more_logits_than_a_chunk_of_its_range() -> None:
     hidden, table, target = (jnp.tile(x, (1, 8, 1)[: x.ndim]) if x.shape[0] == B else x for x in inputs())
     mesh = DeviceMesh.build(2, 2, 2)
-    placed = [mesh.place(x, axes) for x, axes in ((hidden, ("rows", "length")), (table, ("vocab", "embed")), (target, ("rows",)))]
+    placed = [
+        mesh.place(x, axes) for x, axes in ((hidden, ("rows", "length")), (table, ("vocab", "embed")), (target, ("rows",)))
+    ]
 
     def loss(hidden: jax.Array, table: jax.Array, target: jax.Array) -> jax.Array:
         return sum(x.sum() for x in token_logprobs(hidden, table, target, 1.0, 5, 0.0, mesh))
