@@ -42,7 +42,10 @@ def get_config(arg: str = "") -> ConfigDict:
 
     c.agent = ConfigDict()  # budgets of an episode
     c.agent.max_turns = 8
-    c.agent.max_tokens = 1024  # of the whole row: prompt, turns, observations
+    c.agent.max_tokens = 1024  # of a whole row: prompt, turns, observations
+
+    c.chat = ConfigDict()
+    c.chat.history = "refuse"  # or keep, segment: where the checkpoint's chat template rewrites what was said before
 
     c.sampling = ConfigDict()  # of training rollouts; evaluation has its own
     c.sampling.temperature = 1.0
@@ -90,6 +93,7 @@ def get_config(arg: str = "") -> ConfigDict:
     c.learner.train_only = ""  # globs with commas on weights: blocks.*_norm,norm; empty is all, or with adapters these alone
     c.learner.freeze = ""  # globs with commas on weights that are not trained: embed,head
     c.learner.frozen_dtype = "float32"  # of weights not trained; bfloat16 halves them, exact if init_from or dtype is bfloat16
+    c.learner.attention = "auto"  # back end: xla, splash (TPU), cudnn (GPU), context (cut rows); a run says which and why
     c.learner.entropy_coef = 0.0
     c.learner.tis_cap = 0.0  # cap of the importance weight old / behaviour; 0 is off, needs train.old_logprob=trainer
 

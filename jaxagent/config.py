@@ -227,6 +227,7 @@ def _inert(c: ConfigDict) -> Iterator[tuple[str, str]]:
         "lora.targets": (not c.lora.rank, "lora.rank is 0"),
         "learner.frozen_dtype": (all_trained, "no weight is frozen"),
         "model.": (bool(c.init_from), "init_from gives the model's shape"),
+        "chat.history": (not c.init_from, "the template of a policy from scratch rewrites nothing"),
         "warmup.": (not c.warmup.steps, "warmup.steps is 0"),
         "warmup_optimizer.": (not c.warmup.steps, "warmup.steps is 0"),
         "feed.max_rounds": (not mixed, "the algorithm keeps all groups"),

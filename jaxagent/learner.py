@@ -10,7 +10,7 @@ argument that no program changes; a resumed run gets them from where the first s
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -19,12 +19,13 @@ import numpy as np
 import optax
 from flax import nnx
 from flax.traverse_util import flatten_dict
+from jax.sharding import NamedSharding
 from jaxtyping import Array, Float
 
 from jaxagent.algos.table import Algorithm
 from jaxagent.data.pack import Batch
 from jaxagent.models.adapters import adapters_off, is_adapter
-from jaxagent.models.attention import packed
+from jaxagent.models.attention_choice import NAMES, Facts, choose
 from jaxagent.models.frozen import digest, join, split, trained_names
 from jaxagent.models.head import token_logprobs
 from jaxagent.models.transformer import Decoder, DecoderConfig, Params, head_table, logical_axes, params_of
@@ -46,6 +47,11 @@ class LearnerOptions:
     temperature: float = 1.0  # at which the rollouts were sampled
     entropy_coef: float = 0.0
     tis_cap: float = 0.0  # C of token-level truncated importance sampling, old against behaviour; 0 is off
+    attention: str = "auto"  # the back end: a name of models/attention_choice.py
+
+    def __post_init__(self) -> None:
+        if self.attention not in NAMES:
+            raise ValueError(f"attention must be one of {', '.join(NAMES)}, got {self.attention!r}")
 
 
 @dataclass(frozen=True)
@@ -106,22 +112,27 @@ class Learner:
         algorithm: Algorithm,
         options: LearnerOptions,
     ):
+        """Args: params: or their shapes only; such a learner holds no arrays, and its programs can be lowered but not run."""
         self.config, self.mesh, self.algorithm, self.options = config, mesh, algorithm, options
         if options.batch_rows % (rows := mesh.parts("rows")):
             raise ValueError(
                 f"learner.batch_rows={options.batch_rows} must be a multiple of mesh data x fsdp x expert = {rows}"
             )
+        if options.row_tokens % (parts := mesh.parts("length")):
+            raise ValueError(f"learner.row_tokens={options.row_tokens} must be a multiple of mesh context = {parts}")
         skeleton = nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0)))
         mesh.check(params, logical_axes(skeleton))
+        facts = Facts.of(config.attention, config.head_width, options.row_tokens, options.dtype, mesh)
+        self.attention = choose(options.attention, facts, mesh)
         self._graph = nnx.split(skeleton)[0]
         self._names = trained_of(config, options)
         shardings = mesh.shardings(logical_axes(skeleton), params_of(skeleton)[1])
         self._param_shardings, frozen_shardings = split(shardings, self._names)
         trained, frozen = split(params, self._names)
-        self.trained: Params = jax.device_put(_cast(trained, "float32"), self._param_shardings)
-        self.frozen: Params = jax.device_put(_cast(frozen, options.frozen_dtype), frozen_shardings)
-        self._rows = mesh.sharding(("rows", None))
-        acc_shardings = {"grads": self._param_shardings, "sums": mesh.sharding()}
+        self.trained: Params = jax.tree.map(partial(_placed, dtype=jnp.float32), trained, self._param_shardings)
+        self.frozen: Params = jax.tree.map(partial(_placed, dtype=jnp.dtype(options.frozen_dtype)), frozen, frozen_shardings)
+        self._rows = mesh.sharding(("rows", "length"))
+        self._acc_shardings = acc_shardings = {"grads": self._param_shardings, "sums": dict.fromkeys(_SUMS, mesh.sharding())}
         self._new_acc = jax.jit(self._zeros, out_shardings=acc_shardings)
         self._accumulate = jax.jit(self._accumulate_fn, donate_argnums=2, out_shardings=acc_shardings)
         self._score = jax.jit(lambda trained, frozen, batch: self._logprobs(join(trained, frozen), batch)[0])
@@ -168,6 +179,18 @@ class Learner:
         acc = self._accumulate(self.trained, self.frozen, self._new_acc(), self._put(empty), np.bool_(True))
         copies = jax.tree.map(jnp.copy, (self.trained, self.opt_state))
         jax.block_until_ready(self._apply(*copies, acc, np.float32(1.0), self._optimizer.numbers(0.0)))
+
+    def lower(self) -> dict[str, jax.stages.Lowered]:
+        """The programs of a step for the devices of the mesh, which need not be here: to be compiled and read."""
+        moments = jax.tree.map(_placed, jax.eval_shape(_IDLE_ADAMW.init, self.trained), self._moment_shardings())
+        acc = jax.tree.map(_placed, jax.eval_shape(self._zeros), self._acc_shardings)
+        batch = Batch.empty(self.options.batch_rows, self.options.row_tokens).arrays()
+        batch = {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._rows) for name, x in batch.items()}
+        numbers = OptimizerOptions().numbers(0.0)
+        return {
+            "accumulate": self._accumulate.lower(self.trained, self.frozen, acc, batch, np.bool_(True)),
+            "apply": self._apply.lower(self.trained, moments, acc, np.float32(0.0), numbers),
+        }
 
     def score(self, batch: Batch, *, reference: bool = False) -> np.ndarray:
         """log p of every token under the current weights, [M, T], by the same function as the loss.
@@ -233,15 +256,12 @@ class Learner:
         o = self.options
         params = jax.tree.map(lambda p: p.astype(o.dtype), params)
         policy = nnx.merge(self._graph, params)
-        attend = packed(batch["segment"], self.config.attention)
+        attend = self.attention.attend(batch["segment"])
         hidden, _ = policy.hidden(batch["tokens"], batch["position"], attend, remat=o.remat, mesh=self.mesh)
-        before = jnp.pad(hidden[:, :-1], ((0, 0), (1, 0), (0, 0)))
-        flat = before.reshape(-1, hidden.shape[-1])
-        table = head_table(params, self.config)
-        logprob, entropy = token_logprobs(
-            flat, table, batch["tokens"].reshape(-1), o.temperature, o.head_chunk, self.config.logit_softcap
-        )
-        return logprob.reshape(batch["tokens"].shape), entropy.reshape(batch["tokens"].shape)
+        table, following = head_table(params, self.config), jnp.pad(batch["tokens"][:, 1:], ((0, 0), (0, 1)))
+        each = token_logprobs(hidden, table, following, o.temperature, o.head_chunk, self.config.logit_softcap, self.mesh)
+        logprob, entropy = (jnp.pad(x[:, :-1], ((0, 0), (1, 0))) for x in each)
+        return logprob, entropy
 
     def _loss(
         self, trained: Params, frozen: Params, batch: dict[str, Array], on_policy: Array
@@ -291,8 +311,12 @@ def check_frozen(saved: dict[str, Any], here: dict[str, Any]) -> None:
         )
 
 
-def _cast(params: Params, dtype: str) -> Params:
-    return jax.tree.map(lambda p: p.astype(dtype), params)
+def _placed(x: Any, sharding: NamedSharding, dtype: Any = None) -> Any:
+    """An array on the mesh, or the shape of one, in `dtype` where one is given."""
+    dtype = dtype or x.dtype
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(x.shape, dtype, sharding=sharding)
+    return jax.device_put(x.astype(dtype), sharding)
 
 
 def _apply(params: Params, opt_state: Any, acc: Any, idle: Array, numbers: Any) -> tuple[Params, Any, dict[str, Array]]:

@@ -20,6 +20,7 @@ from jaxagent import config as configs
 from jaxagent.agent import Agent, Limits
 from jaxagent.algos.table import Algorithm, choose
 from jaxagent.chat.family import template_of
+from jaxagent.chat.history import ChatOptions
 from jaxagent.chat.template import Template
 from jaxagent.checkpoint import Checkpoints
 from jaxagent.engine.engine import Engine, EngineOptions
@@ -50,6 +51,7 @@ def faults(config: ConfigDict) -> list[str]:
 
     builders: dict[str, Callable[..., Any]] = {
         "agent": Limits,
+        "chat": ChatOptions,
         "sampling": Sampling,
         "rollout": RolloutOptions,
         "feed": FeedOptions,
@@ -241,7 +243,7 @@ def policy_shape(config: ConfigDict) -> tuple[Template, DecoderConfig]:
         lora = lora_spec(**config.lora)
         return template, DecoderConfig(vocab_size=template.vocab_size, qk_norm=True, lora=lora, **config.model)
     decoder = peft.read_config(config.init_from)  # its complaint about a missing checkpoint comes before the tokenizer's
-    template = template_of(peft.base_of(config.init_from))
+    template = template_of(peft.base_of(config.init_from), ChatOptions(**config.chat))
     if template.vocab_size > decoder.vocab_size:
         raise ValueError(
             f"{config.init_from}: the tokenizer has {template.vocab_size} ids, the model's vocabulary only "

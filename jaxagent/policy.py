@@ -12,6 +12,7 @@ from ml_collections import ConfigDict
 
 from jaxagent import config as configs
 from jaxagent.chat.family import template_of
+from jaxagent.chat.history import ChatOptions
 from jaxagent.chat.plain import tokenizer_files
 from jaxagent.checkpoint import Checkpoints
 from jaxagent.engine.engine import Engine, EngineOptions
@@ -99,7 +100,7 @@ def generate(checkpoint: str, prompt: str, temperature: float, max_tokens: int) 
     """The command `jaxagent generate`: prints one sampled turn of a checkpoint, or of adapters on theirs."""
     place = next(DeviceMesh.build().replicas())
     policy = peft.load(checkpoint, place)
-    template = template_of(peft.base_of(checkpoint))
+    template = template_of(peft.base_of(checkpoint), ChatOptions("keep"))  # one turn: nothing is said before it
     ids = template.prompt([Message("user", prompt)], ())
     length = -(-(len(ids) + max_tokens) // 128) * 128
     options = EngineOptions(slots=1, slot_tokens=length, decode_tokens=16, append_rows=1, append_tokens=(64,))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -24,10 +25,14 @@ RULES: dict[str | None, Any] = {
     "experts": "expert",
     "expert_embed": ("fsdp", "context"),
     "head": None,
+    "vector": None,  # of norms and of biases of the residual stream: too small to be worth cutting
     "rank": None,  # of a low-rank adapter
     "layers": None,
     None: None,
 }
+
+
+CUT_FOR_STORAGE = ("embed", "expert_embed")  # dimensions of weights that are put together again to be computed with
 
 
 class DeviceMesh:
@@ -97,6 +102,29 @@ class DeviceMesh:
         """Says inside a jit how an activation is cut; of a mesh of one device, nothing."""
         return x if self.mesh.size == 1 else jax.lax.with_sharding_constraint(x, self.sharding(axes, x.shape))
 
+    def gather(self, weight: jax.Array, axes: tuple[str | None, ...]) -> jax.Array:
+        """Inside a jit: a weight with the dimensions whole that are cut for storage only; its gradient is cut as it is.
+
+        Said once for all uses of a weight; otherwise XLA gathers it for every product again, forward and backward.
+        """
+        if self.mesh.size == 1 or not set(axes) & set(CUT_FOR_STORAGE):
+            return weight
+        whole = tuple(None if axis in CUT_FOR_STORAGE else axis for axis in axes)
+        return _gather(weight, self.sharding(whole, weight.shape), self.sharding(axes, weight.shape))
+
+    def per_device(self, f: Callable[..., Any], inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> Callable[..., Any]:
+        """`f` on every device's own parts of its arguments. Inside, collectives name the mesh axes.
+
+        Args:
+          inputs: the logical names of each argument's dimensions.
+          outputs: of each result's; or of the only result's.
+        """
+        several = bool(outputs) and isinstance(outputs[0], tuple)
+        results = tuple(self.spec(axes) for axes in outputs) if several else self.spec(outputs)
+        specs = tuple(self.spec(axes) for axes in inputs)
+        # Its check of replication knows no collective over several axes, and what comes of them here is by construction.
+        return jax.shard_map(f, mesh=self.mesh, in_specs=specs, out_specs=results, check_vma=False)
+
     def place(self, tree: Any, axes: tuple[str | None, ...] = ()) -> Any:
         """Puts every array of a tree onto the mesh, all by the same axes."""
         return jax.device_put(tree, self.sharding(axes))
@@ -117,3 +145,19 @@ class DeviceMesh:
     def shardings(self, axes_tree: Any, shapes: Any) -> Any:
         """A tree of placements from a tree of axis names, as `models.transformer.logical_axes` gives it, and its arrays."""
         return jax.tree.map(lambda x, axes: self.sharding(axes, x.shape), shapes, axes_tree)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _gather(x: jax.Array, whole: NamedSharding, cut: NamedSharding) -> jax.Array:
+    return jax.lax.with_sharding_constraint(x, whole)
+
+
+def _gather_forward(x: jax.Array, whole: NamedSharding, cut: NamedSharding) -> tuple[jax.Array, None]:
+    return _gather(x, whole, cut), None
+
+
+def _gather_backward(whole: NamedSharding, cut: NamedSharding, _: None, ct: jax.Array) -> tuple[jax.Array]:
+    return (jax.lax.with_sharding_constraint(ct, cut),)
+
+
+_gather.defvjp(_gather_forward, _gather_backward)

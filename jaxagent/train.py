@@ -155,6 +155,7 @@ def tell(run: Run) -> None:
         f"{c.env.name}: {size} on {jax.device_count()} {jax.default_backend()} devices, "
         f"{c.feed.prompts} x {c.feed.rollouts} episodes a step, {c.algo.name}; {parts.sandbox.description}"
     )
+    run.progress.say(parts.learner.attention.note)
 
 
 def resume(run: Run) -> None:
@@ -300,16 +301,17 @@ def described(run: Run, groups: Sequence[Group]) -> dict[str, float]:
     except Broken:
         run.store.write(f"broken-{run.step - run.config.warmup.steps + 1:06d}", rows)
         raise
+    once = [row for row in good if not row.segment]  # a rollout may have several rows
     sampled = sum(sum(row.mask) for row in good)
     turns = [turn for row in good for turn in row.turns]
     tools = [record for turn in turns for record in turn.tools]
     stats = run.parts.engines.take_stats()
     values = {
-        "reward/mean": mean(row.reward for row in good),
-        "reward/success": mean(row.solved for row in good),
+        "reward/mean": mean(row.reward for row in once),
+        "reward/success": mean(row.solved for row in once),
         "reward/informative_groups": mean(has_signal(group) for group in groups),
-        "rollout/turns": len(turns) / len(good),
-        "rollout/tokens": sampled / len(good),
+        "rollout/turns": len(turns) / len(once),
+        "rollout/tokens": sampled / len(once),
         "rollout/entropy": -sum(sum(row.logprob) for row in good) / max(1, sampled),
         "rollout/parse_errors": mean(bool(turn.error) for turn in turns),
         "rollout/tool_errors": mean(record.outcome != "ok" for record in tools),

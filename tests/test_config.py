@@ -251,6 +251,7 @@ def test_a_value_that_a_component_refuses_is_a_fault_in_its_words(override: str,
         ("lora.alpha=3", BASE, "lora.rank is 0"),
         ("lora.targets=q_proj", BASE, "lora.rank is 0"),
         ("learner.frozen_dtype=bfloat16", BASE, "no weight is frozen"),
+        ("chat.history=keep", BASE, "the template of a policy from scratch rewrites nothing"),
     ],
 )
 def test_a_key_that_does_nothing_is_a_fault(override: str, spec: str, why: str) -> None:

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 NEGATIVE = -1e30  # masks a score; finite, so that a row with nothing to attend to gives numbers and not NaN
@@ -30,6 +31,7 @@ class AttentionSpec:
 class Attend(Protocol):
     """How a block attends: queries [B, T, N, H], keys and values [B, T, K, H], all rotated, queries not yet scaled.
 
+    What its backward pass needs it names "attention", so that a layer may keep just that (REMAT in transformer.py).
     `sliding` says whether this layer sees only the window: known while tracing, or data in a scan over mixed layers.
     """
 
@@ -37,10 +39,15 @@ class Attend(Protocol):
 
 
 def dot(equation: str, a: Array, b: Array) -> Array:
-    """An einsum accumulated in float32. XLA on CPU lacks bf16 x bf16 -> f32, so the inputs are widened there."""
-    if jax.default_backend() == "cpu":
-        return jnp.einsum(equation, a.astype(jnp.float32), b.astype(jnp.float32))
-    return jnp.einsum(equation, a, b, preferred_element_type=jnp.float32)
+    """An einsum accumulated in float32. XLA on CPU lacks bf16 x bf16 -> f32, so the inputs are widened there.
+
+    What it is compiled for decides, not what it is traced on: a CPU compiles for other machines too.
+    """
+    accumulate = partial(jnp.einsum, equation, preferred_element_type=jnp.float32)
+    if a.dtype == b.dtype == jnp.float32:
+        return accumulate(a, b)
+    widened = lambda a, b: accumulate(a.astype(jnp.float32), b.astype(jnp.float32))  # noqa: E731
+    return jax.lax.platform_dependent(a, b, cpu=widened, default=accumulate)
 
 
 def group_queries(q_BTNH: Float[Array, "B T N H"], kv_heads: int, scale: float) -> Float[Array, "B K T Q H"]:
@@ -82,8 +89,8 @@ def _attend_forward(q: Array, k: Array, v: Array, mask: Array, spec: AttentionSp
     weights = jnp.exp(scores - top)
     total = weights.sum(-1, keepdims=True)
     out = dot("BKTQS,BSKH->BKTQH", weights.astype(v.dtype), v) / total
-    out = out.transpose(0, 2, 1, 3, 4).reshape(q.shape).astype(q.dtype)
-    return out, (q, k, v, mask, out, top + jnp.log(total))
+    out = checkpoint_name(out.transpose(0, 2, 1, 3, 4).reshape(q.shape).astype(q.dtype), "attention")
+    return out, (q, k, v, mask, out, checkpoint_name(top + jnp.log(total), "attention"))
 
 
 def _attend_backward(spec: AttentionSpec, saved: tuple[Array, ...], d_out: Array) -> tuple[Array, Array, Array, None]:

@@ -8,7 +8,9 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
+
+from jaxagent.sharding import RULES, DeviceMesh
 
 
 def weight(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str | None, ...], scale: float) -> nnx.Param:
@@ -44,6 +46,52 @@ def _project_backward(equation: str, saved: tuple[Array, Array], ct: Array) -> t
 
 
 project.defvjp(_project_forward, _project_backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def look_up(table: Float[Array, "V D"], tokens: Int[Array, "B T"], mesh: DeviceMesh | None) -> Float[Array, "B T D"]:
+    """table[tokens], with the gradient of a token's row summed in float32.
+
+    Where a mesh cuts the table, it stays where it is: every device looks all tokens up in its own rows and columns, and the
+    columns travel to where the tokens are, T D numbers instead of V D. The gradient goes the same way back.
+    """
+    if mesh is None:
+        return table[tokens]
+    return mesh.per_device(_look_up_part, (("vocab", "embed"), ("rows", "length")), ("rows", "length", None))(table, tokens)
+
+
+def _own_rows(tokens: Array, rows: int) -> Array:
+    """The tokens of all devices that cut the table's width [devices, B, T] as rows of this one's part; others are `rows`."""
+    own = jax.lax.all_gather(tokens, RULES["embed"]) - jax.lax.axis_index(RULES["vocab"]) * rows
+    return jnp.where((own >= 0) & (own < rows), own, rows)
+
+
+def _look_up_part(table: Array, tokens: Array) -> Array:
+    found = table.at[_own_rows(tokens, table.shape[0])].get(mode="fill", fill_value=0)
+    found = jax.lax.all_to_all(found, RULES["embed"], split_axis=0, concat_axis=3, tiled=True)[0]
+    return jax.lax.psum(found, RULES["vocab"])
+
+
+def _look_up_forward(table: Array, tokens: Array, mesh: DeviceMesh | None) -> tuple[Array, tuple[Array, Array]]:
+    return look_up(table, tokens, mesh), (table, tokens)
+
+
+def _look_up_backward(mesh: DeviceMesh | None, saved: tuple[Array, Array], ct: Array) -> tuple[Array, None]:
+    table, tokens = saved
+    if mesh is None:
+        return jnp.zeros(table.shape, jnp.float32).at[tokens].add(ct.astype(jnp.float32)).astype(table.dtype), None
+
+    def part(table: Array, tokens: Array, ct: Array) -> Array:
+        columns = jax.lax.all_to_all(ct[None], RULES["embed"], split_axis=3, concat_axis=0, tiled=True)
+        summed = jnp.zeros(table.shape, jnp.float32)
+        summed = summed.at[_own_rows(tokens, table.shape[0])].add(columns.astype(jnp.float32), mode="drop")
+        return jax.lax.psum(summed, "data").astype(table.dtype)
+
+    axes = ("vocab", "embed"), ("rows", "length"), ("rows", "length", None)
+    return mesh.per_device(part, axes, ("vocab", "embed"))(table, tokens, ct), None
+
+
+look_up.defvjp(_look_up_forward, _look_up_backward)
 
 
 def rms_norm(x: Float[Array, "... D"], scale: Float[Array, "D"], eps: float, plus_one: bool = False) -> Float[Array, "... D"]:

@@ -15,11 +15,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxagent.models.attention import Attend, AttentionSpec, dot, packed, soft_cap
-from jaxagent.models.layers import ACTIVATIONS, constant, project, rms_norm, weight
+from jaxagent.models.layers import ACTIVATIONS, constant, look_up, project, rms_norm, weight
 from jaxagent.models.lora import LoraSpec
 from jaxagent.models.moe import ExpertWeights, MixtureSpec, Routing, mix_experts
 from jaxagent.models.rope import PLAIN, RopeScaling, Rotation, rotary, rotate
@@ -32,7 +31,7 @@ Mix = Callable[[Array, ExpertWeights], tuple[Array, Routing]]
 REMAT: dict[str, Any] = {
     "none": None,
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,  # the output of every projection
-    "attention": jax.checkpoint_policies.save_only_these_names("attention"),  # the output of attention
+    "attention": jax.checkpoint_policies.save_only_these_names("attention"),  # what attention needs
     "full": jax.checkpoint_policies.nothing_saveable,  # its input only
 }
 
@@ -129,7 +128,7 @@ class Block(nnx.Module):
         shrink = (2 * c.layers) ** -0.5  # keeps the residual stream's variance bounded at any depth
         into, out_of, norm = c.width**-0.5, (c.heads * c.head_width) ** -0.5 * shrink, 1.0 - c.plus_one_norms
         heads, kv_heads = (c.width, c.heads, c.head_width), (c.width, c.kv_heads, c.head_width)
-        self.attn_norm = constant((*stack, c.width), (*ax, "embed"), norm)
+        self.attn_norm = constant((*stack, c.width), (*ax, "vector"), norm)
         self.q = weight(rngs, (*stack, *heads), (*ax, "embed", "heads", "head"), into)
         self.k = weight(rngs, (*stack, *kv_heads), (*ax, "embed", "kv_heads", "head"), into)
         self.v = weight(rngs, (*stack, *kv_heads), (*ax, "embed", "kv_heads", "head"), into)
@@ -139,14 +138,14 @@ class Block(nnx.Module):
             self.k_bias = constant((*stack, *kv_heads[1:]), (*ax, "kv_heads", "head"), 0.0)
             self.v_bias = constant((*stack, *kv_heads[1:]), (*ax, "kv_heads", "head"), 0.0)
         if c.o_bias:
-            self.o_bias = constant((*stack, c.width), (*ax, "embed"), 0.0)
+            self.o_bias = constant((*stack, c.width), (*ax, "vector"), 0.0)
         if c.qk_norm:
             self.q_norm = constant((*stack, c.head_width), (*ax, "head"), norm)
             self.k_norm = constant((*stack, c.head_width), (*ax, "head"), norm)
-        self.mlp_norm = constant((*stack, c.width), (*ax, "embed"), norm)
+        self.mlp_norm = constant((*stack, c.width), (*ax, "vector"), norm)
         if c.post_norms:
-            self.post_attn_norm = constant((*stack, c.width), (*ax, "embed"), norm)
-            self.post_mlp_norm = constant((*stack, c.width), (*ax, "embed"), norm)
+            self.post_attn_norm = constant((*stack, c.width), (*ax, "vector"), norm)
+            self.post_mlp_norm = constant((*stack, c.width), (*ax, "vector"), norm)
         of_all = (c.experts,) if c.experts else ()
         names = ("experts", "expert_embed") if c.experts else ("embed",)
         if c.experts:
@@ -211,7 +210,7 @@ class Block(nnx.Module):
         else:
             rope = jax.tree.map(lambda full, local: jnp.where(sliding, local, full), *ropes) if c.local_rope_theta else ropes[0]
         out, cache = attend(rotate(q, *rope), rotate(k, *rope), v, cache, sliding)
-        out = self._linear("o", checkpoint_name(out, "attention"))
+        out = self._linear("o", out)
         if c.o_bias:
             out = out + self.o_bias[...]
         x_BTD = x_BTD + (self._norm("post_attn_norm", out) if c.post_norms else out)
@@ -240,7 +239,7 @@ class Decoder(nnx.Module):
         table = (config.vocab_size, config.width)
         self.embed = weight(rngs, table, ("vocab", "embed"), config.width**-0.5 if config.tied_head else 1.0)
         self.blocks = Block(config, rngs, stack=(config.layers,))
-        self.norm = constant((config.width,), ("embed",), 1.0 - config.plus_one_norms)
+        self.norm = constant((config.width,), ("vector",), 1.0 - config.plus_one_norms)
         if not config.tied_head:
             self.head = weight(rngs, table, ("vocab", "embed"), config.width**-0.5)
 
@@ -265,20 +264,23 @@ class Decoder(nnx.Module):
         """
         c = self.config
         ropes = c.rotations(pos_BT)
-        graph, stacked = nnx.split(self.blocks)
+        (graph, stacked), axes = params_of(self.blocks), logical_axes(self.blocks)
         mixed = any(c.sliding) and not all(c.sliding)
         cut = mesh.constrain if mesh else lambda x, axes: x
 
         def layer(x: Array, given: tuple[Any, Array | None, Array | None]) -> tuple[Array, Routing | None]:
             weights, slides, chosen = given
+            if mesh:
+                weights = {name: mesh.gather(w, axes[name][1:]) for name, w in weights.items()}
             sliding = any(c.sliding) if slides is None else slides
             mix = partial(mix_experts, spec=c.mixture, mesh=mesh, valid_BT=valid, replay_BTk=chosen) if c.experts else None
             x, _, routing = nnx.merge(graph, weights)(x, ropes, attend, None, sliding, mix)
             return cut(x, ("rows", "length", None)), routing
 
         step = layer if remat == "none" else jax.checkpoint(layer, policy=REMAT[remat], prevent_cse=False)
-        x = cut(embed(self.embed[...], tokens_BT, c), ("rows", "length", None))
-        x, routing = jax.lax.scan(step, x, (stacked, jnp.asarray(c.sliding) if mixed else None, replay))
+        x = cut(embed(self.embed[...], tokens_BT, c, mesh), ("rows", "length", None))
+        with jax.named_scope("layers"):
+            x, routing = jax.lax.scan(step, x, (stacked, jnp.asarray(c.sliding) if mixed else None, replay))
         return rms_norm(x, self.norm[...], c.norm_eps, c.plus_one_norms), routing
 
     def logits(self, hidden: Float[Array, "... D"]) -> Float[Array, "... V"]:
@@ -293,9 +295,11 @@ class Decoder(nnx.Module):
         return self.logits(self.hidden(tokens_BT, pos, attend)[0])
 
 
-def embed(table_VD: Float[Array, "V D"], tokens: Int[Array, "..."], config: DecoderConfig) -> Float[Array, "... D"]:
+def embed(
+    table_VD: Float[Array, "V D"], tokens_BT: Int[Array, "B T"], config: DecoderConfig, mesh: DeviceMesh | None = None
+) -> Float[Array, "B T D"]:
     """The input of the first layer. Gemma's factor is rounded to the embedding's precision, as in transformers."""
-    x = table_VD[tokens]
+    x = look_up(table_VD, tokens_BT, mesh if mesh and mesh.mesh.size > 1 else None)
     return x * jnp.asarray(config.width**0.5, x.dtype) if config.scaled_embed else x
 
 
@@ -306,13 +310,13 @@ def head_logits(table_VD: Float[Array, "V D"], hidden: Float[Array, "... D"], co
 Policy = Decoder
 
 
-def params_of(policy: Decoder) -> tuple[Any, Params]:
+def params_of(policy: nnx.Module) -> tuple[Any, Params]:
     """Splits a policy into its static graph and the pure dict of its weights; `nnx.merge` undoes it."""
     graph, state = nnx.split(policy)
     return graph, nnx.to_pure_dict(state)
 
 
-def logical_axes(policy: Decoder) -> Params:
+def logical_axes(policy: nnx.Module) -> Params:
     """The names of every weight's dimensions, in the structure of its params."""
     return nnx.to_pure_dict(jax.tree.map(lambda v: v.get_metadata()["axes"], nnx.state(policy), is_leaf=_is_variable))
 

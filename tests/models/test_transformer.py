@@ -142,6 +142,7 @@ def test_every_dimension_of_every_weight_has_a_name(config: DecoderConfig) -> No
         "head": config.head_width,
         "ffn": config.ffn_width,
         "layers": config.layers,
+        "vector": config.width,
         "experts": config.experts,
         "expert_embed": config.width,
         "rank": config.lora and config.lora.rank,

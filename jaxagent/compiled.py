@@ -1,0 +1,146 @@
+"""What a compiled program moves between devices, read from its text: which collectives, how large, in which loop.
+
+The text is XLA's (`jax.stages.Compiled.as_text`), of any back end. Nothing here knows JAX.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute")
+
+_BITS = {"pred": 8, "bf16": 16, "c64": 64, "c128": 128}  # others end in their number of bits
+_HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
+_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.*?[\])}]) ([\w\-]+)\((.*)$")
+_CALLED = re.compile(r"\b(body|condition|calls|to_apply|called_computations|branch_computations)=(%[\w.\-]+|\{[^}]*\})")
+_ARRAY = re.compile(r"\b([a-z]+\d*\w*)\[([\d,]*)\]")
+_OP_NAME = re.compile(r'op_name="([^"]*)"')
+_CHAIN = re.compile(r'chain_id="(\d+)"')
+
+
+@dataclass(frozen=True)
+class Collective:
+    """A collective as one device runs it."""
+
+    kind: str  # one of KINDS
+    arrays: tuple[str, ...]  # the larger side of it: what is gathered, or what is reduced, as in "bf16[512,1024]"
+    loop: str  # the name that tracing gave to the innermost loop around it; "" outside of loops
+    body: str  # that loop's own name in the text
+    source: str  # the name that tracing gave to itself
+    overlapped: bool  # whether the device computes meanwhile
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(_size_bytes(array) for array in self.arrays)
+
+
+def collectives(text: str) -> list[Collective]:
+    """All collectives of a program. One that is carried out in steps (a chain of fusions) is one."""
+    computations = dict(_computations(text))
+    loops = _loops(computations)
+    found: list[Collective] = []
+    chains: set[str] = set()
+    for name, lines in computations.items():
+        if name not in loops:
+            continue  # dead
+        for line in lines:
+            if (one := _collective(name, line, lines, loops[name])) is None:
+                continue
+            chain = _CHAIN.search(line)
+            if chain and chain[1] in chains:
+                continue
+            chains |= {chain[1]} if chain else set()
+            found.append(one)
+    return found
+
+
+def summary(found: Iterable[Collective], smallest_bytes: int = 0) -> str:
+    """Kind, number and size of collectives, those of a kind together: "7 all-gather 92.6 MB (6 overlapped)".
+
+    What is gathered or reduced in the steps of a matrix product, neighbour to neighbour, is told as the number of such rings.
+    """
+    several = [one for one in found if one.size_bytes >= smallest_bytes]
+    in_rings = {one.body for one in several if one.kind == "collective-permute" and one.loop.endswith("dot_general")}
+    several = [one for one in several if one.kind != "collective-permute" or "dot_general" not in one.source]
+    numbers = Counter(one.kind for one in several)
+    parts = []
+    for kind in (kind for kind in KINDS if numbers[kind]):
+        size = sum(one.size_bytes for one in several if one.kind == kind)
+        overlapped = sum(one.overlapped for one in several if one.kind == kind)
+        parts.append(f"{numbers[kind]} {kind} {size / 1e6:.1f} MB" + (f" ({overlapped} overlapped)" if overlapped else ""))
+    parts += [f"{len(in_rings)} products in rings"] if in_rings else []
+    return ", ".join(parts) or "none"
+
+
+def _computations(text: str) -> Iterator[tuple[str, list[str]]]:
+    name, lines = "", []
+    for line in text.splitlines():
+        if header := _HEADER.match(line):
+            name, lines = ("ENTRY" if header[1] else header[2]), []
+        elif line == "}":
+            yield name, lines
+        else:
+            lines.append(line)
+
+
+def _loops(computations: dict[str, list[str]]) -> dict[str, tuple[str, str]]:
+    """Every living computation's innermost loop: the name that tracing gave to it, and its body."""
+    loops, ahead = {"ENTRY": ("", "")}, ["ENTRY"]
+    while ahead:
+        name = ahead.pop()
+        for line in computations[name]:
+            for how, callees in _CALLED.findall(line):
+                for callee in re.findall(r"[\w.\-]+", callees):
+                    if callee in computations and callee not in loops:
+                        op_name = _OP_NAME.search(line)
+                        loops[callee] = (op_name[1] if op_name else callee, callee) if how == "body" else loops[name]
+                        ahead.append(callee)
+    return loops
+
+
+def _collective(computation: str, line: str, lines: list[str], loop: tuple[str, str]) -> Collective | None:
+    instruction = _INSTRUCTION.match(line)
+    if not instruction:
+        return None
+    _, result, opcode, _ = instruction.groups()
+    kind = opcode.removesuffix("-start")
+    if kind not in KINDS:
+        return None
+    arrays = _arrays(result)
+    if opcode.endswith("-start") and kind == "collective-permute":
+        arrays = arrays[1:2]  # operand, result, and two flags
+    elif opcode.endswith("-start") and kind != "all-reduce" and len(arrays) > 1:
+        arrays = arrays[len(arrays) // 2 :]  # operands and results
+    if kind == "reduce-scatter":
+        arrays = [array for operand in _operands(line, opcode) for array in _arrays_of(operand, lines)] or arrays
+    elif kind == "all-reduce" and "all-reduce-scatter" in computation:
+        kind = "reduce-scatter"  # as a TPU writes it: a fusion of an all-reduce and a slice
+    overlapped = opcode.endswith("-start") or "async_collective" in computation or "async_collective_name" in line
+    source = _OP_NAME.search(line)
+    return Collective(kind, tuple(arrays), *loop, source[1] if source else "", overlapped or bool(_CHAIN.search(line)))
+
+
+def _operands(line: str, opcode: str) -> list[str]:
+    return re.findall(r"%([\w.\-]+)", line.split(f" {opcode}(", 1)[1].split("), ")[0])
+
+
+def _arrays_of(name: str, lines: list[str]) -> list[str]:
+    for line in lines:
+        instruction = _INSTRUCTION.match(line)
+        if instruction and instruction[1] == name:
+            return _arrays(instruction[2])
+    return []
+
+
+def _arrays(types: str) -> list[str]:
+    return [f"{dtype}[{shape}]" for dtype, shape in _ARRAY.findall(types)]
+
+
+def _size_bytes(array: str) -> int:
+    dtype, shape = array.removesuffix("]").split("[")
+    bits = _BITS.get(dtype) or int((re.search(r"\d+", dtype) or ["8"])[0])
+    return math.prod(int(n) for n in shape.split(",") if n) * bits // 8
