@@ -85,6 +85,9 @@ def get_config(arg: str = "") -> ConfigDict:
     c.learner.head_chunk = 1024  # tokens whose logits exist at once
     c.learner.remat = "none"  # what the backward pass computes again: none, dots, attention, full; less memory, more work
     c.learner.dtype = "float32"  # of the forward and backward pass; weights and moments stay float32
+    c.learner.replay_routing = False  # mixtures of experts: train through the experts that sampled
+    c.learner.router_aux_coef = 0.0  # mixtures: weight of the balance loss
+    c.learner.router_z_coef = 0.0  # mixtures: weight of the loss that keeps router logits small
     c.learner.attention = "auto"  # back end: xla, splash (TPU), cudnn (GPU), context (cut rows); a run says which and why
     c.learner.entropy_coef = 0.0
     c.learner.tis_cap = 0.0  # cap of the importance weight old / behaviour; 0 is off, needs train.old_logprob=trainer
