@@ -93,6 +93,9 @@ def get_config(arg: str = "") -> ConfigDict:
     c.learner.train_only = ""  # globs with commas on weights: blocks.*_norm,norm; empty is all, or with adapters these alone
     c.learner.freeze = ""  # globs with commas on weights that are not trained: embed,head
     c.learner.frozen_dtype = "float32"  # of weights not trained; bfloat16 halves them, exact if init_from or dtype is bfloat16
+    c.learner.replay_routing = False  # mixtures of experts: train through the experts that sampled
+    c.learner.router_aux_coef = 0.0  # mixtures: weight of the balance loss
+    c.learner.router_z_coef = 0.0  # mixtures: weight of the loss that keeps router logits small
     c.learner.attention = "auto"  # back end: xla, splash (TPU), cudnn (GPU), context (cut rows); a run says which and why
     c.learner.entropy_coef = 0.0
     c.learner.tis_cap = 0.0  # cap of the importance weight old / behaviour; 0 is off, needs train.old_logprob=trainer

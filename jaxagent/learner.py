@@ -28,6 +28,7 @@ from jaxagent.models.adapters import adapters_off, is_adapter
 from jaxagent.models.attention_choice import NAMES, Facts, choose
 from jaxagent.models.frozen import digest, join, split, trained_names
 from jaxagent.models.head import token_logprobs
+from jaxagent.models.moe import STATS, aux_loss, balance, z_loss
 from jaxagent.models.transformer import Decoder, DecoderConfig, Params, head_table, logical_axes, params_of
 from jaxagent.sharding import DeviceMesh
 
@@ -48,6 +49,9 @@ class LearnerOptions:
     entropy_coef: float = 0.0
     tis_cap: float = 0.0  # C of token-level truncated importance sampling, old against behaviour; 0 is off
     attention: str = "auto"  # the back end: a name of models/attention_choice.py
+    replay_routing: bool = False  # a mixture's tokens take the experts that they took in the sampler
+    router_aux_coef: float = 0.0  # of a mixture's balance loss
+    router_z_coef: float = 0.0  # of the loss that keeps its router's logits small
 
     def __post_init__(self) -> None:
         if self.attention not in NAMES:
@@ -132,7 +136,12 @@ class Learner:
         self.trained: Params = jax.tree.map(partial(_placed, dtype=jnp.float32), trained, self._param_shardings)
         self.frozen: Params = jax.tree.map(partial(_placed, dtype=jnp.dtype(options.frozen_dtype)), frozen, frozen_shardings)
         self._rows = mesh.sharding(("rows", "length"))
-        self._acc_shardings = acc_shardings = {"grads": self._param_shardings, "sums": dict.fromkeys(_SUMS, mesh.sharding())}
+        asked = [name for name in ("replay_routing", "router_aux_coef", "router_z_coef") if getattr(options, name)]
+        if asked and not config.experts:
+            raise ValueError(f"learner.{asked[0]}={getattr(options, asked[0])} wants a mixture of experts; this model has none")
+        sums = dict.fromkeys(_SUMS, mesh.sharding())
+        routed = dict.fromkeys(STATS if config.experts else (), mesh.sharding())
+        self._acc_shardings = acc_shardings = {"grads": self._param_shardings, "sums": sums, "router": routed}
         self._new_acc = jax.jit(self._zeros, out_shardings=acc_shardings)
         self._accumulate = jax.jit(self._accumulate_fn, donate_argnums=2, out_shardings=acc_shardings)
         self._score = jax.jit(lambda trained, frozen, batch: self._logprobs(join(trained, frozen), batch)[0])
@@ -171,7 +180,8 @@ class Learner:
         self.trained, self.opt_state, norms = self._apply(self.trained, self.opt_state, acc, np.float32(idle_share), numbers)
         self._acc = None
         self.updates += 1
-        return _metrics(jax.device_get(sums), jax.device_get(norms), lr, idle_share)
+        metrics = _metrics(jax.device_get(sums), jax.device_get(norms), lr, idle_share)
+        return metrics | (balance(jax.device_get(acc["router"])) if acc["router"] else {})
 
     def warm_up(self) -> None:
         """Compiles accumulation and update on empty rows, without changing anything."""
@@ -184,7 +194,10 @@ class Learner:
         """The programs of a step for the devices of the mesh, which need not be here: to be compiled and read."""
         moments = jax.tree.map(_placed, jax.eval_shape(_IDLE_ADAMW.init, self.trained), self._moment_shardings())
         acc = jax.tree.map(_placed, jax.eval_shape(self._zeros), self._acc_shardings)
-        batch = Batch.empty(self.options.batch_rows, self.options.row_tokens).arrays()
+        empty = Batch.empty(self.options.batch_rows, self.options.row_tokens)
+        if self.options.replay_routing:
+            empty.route(self.config.layers, self.config.experts_per_token)
+        batch = empty.arrays()
         batch = {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._rows) for name, x in batch.items()}
         numbers = OptimizerOptions().numbers(0.0)
         return {
@@ -245,29 +258,47 @@ class Learner:
         )
 
     def _put(self, batch: Batch) -> dict[str, Array]:
+        c = self.config
+        if self.options.replay_routing and batch.routing is None:
+            batch.route(c.layers, c.experts_per_token)
         return jax.device_put(batch.arrays(), self._rows)
 
     def _zeros(self) -> dict[str, Any]:
+        c = self.config
         grads = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), self.trained)
-        return {"grads": grads, "sums": {name: jnp.zeros(()) for name in _SUMS}}
+        router = {name: jnp.zeros((c.layers, c.experts) if name in ("load", "mass") else c.layers) for name in STATS}
+        sums = {name: jnp.zeros(()) for name in _SUMS}
+        return {"grads": grads, "sums": sums, "router": router if c.experts else {}}
 
-    def _logprobs(self, params: Params, batch: dict[str, Array]) -> tuple[Float[Array, "M T"], Float[Array, "M T"]]:
-        """log p and entropy aligned to the token: the hidden state at t - 1 speaks of token t. The only shift there is."""
+    def _logprobs(
+        self, params: Params, batch: dict[str, Array]
+    ) -> tuple[Float[Array, "M T"], Float[Array, "M T"], dict[str, Array]]:
+        """log p and entropy aligned to the token, and the router's sums by layer.
+
+        The hidden state at t - 1 speaks of token t. The only shift there is.
+        """
         o = self.options
         params = jax.tree.map(lambda p: p.astype(o.dtype), params)
         policy = nnx.merge(self._graph, params)
         attend = self.attention.attend(batch["segment"])
-        hidden, _ = policy.hidden(batch["tokens"], batch["position"], attend, remat=o.remat, mesh=self.mesh)
+        replay = batch["routing"].transpose(2, 0, 1, 3).astype(jnp.int32) if o.replay_routing else None
+        valid = batch["segment"] > 0 if self.config.experts else None
+        hidden, routing = policy.hidden(
+            batch["tokens"], batch["position"], attend, remat=o.remat, mesh=self.mesh, valid=valid, replay=replay
+        )
         table, following = head_table(params, self.config), jnp.pad(batch["tokens"][:, 1:], ((0, 0), (0, 1)))
         each = token_logprobs(hidden, table, following, o.temperature, o.head_chunk, self.config.logit_softcap, self.mesh)
         logprob, entropy = (jnp.pad(x[:, :-1], ((0, 0), (1, 0))) for x in each)
-        return logprob, entropy
+        return logprob, entropy, routing.stats if routing else {}
 
-    def _loss(
-        self, trained: Params, frozen: Params, batch: dict[str, Array], on_policy: Array
-    ) -> tuple[Array, dict[str, Array]]:
+    def _router_loss(self, stats: dict[str, Array]) -> Array:
+        """The balance losses of a micro-batch over all its layers, as transformers has them."""
+        o, together = self.options, jax.tree.map(lambda x: x.sum(0), stats)
+        return o.router_aux_coef * aux_loss(together, self.config.mixture) + o.router_z_coef * z_loss(together)
+
+    def _loss(self, trained: Params, frozen: Params, batch: dict[str, Array], on_policy: Array) -> tuple[Array, Any]:
         a, o, mask = self.algorithm, self.options, batch["mask"]
-        new, entropy = self._logprobs(join(trained, frozen), batch)
+        new, entropy, router = self._logprobs(join(trained, frozen), batch)
         held = jax.lax.stop_gradient(new)
         old = jnp.where(on_policy, held, batch["old_logprob"])
         ratio = a.ratio(new, old, mask, batch["segment"])
@@ -277,6 +308,8 @@ class Learner:
         bonus = jnp.where(on_policy, 0.0, o.entropy_coef) * entropy
         loss = jnp.where(mask, loss - bonus, 0.0)
         total = jnp.sum(loss * batch["weight"])
+        if o.router_aux_coef or o.router_z_coef:  # divided by all shares in the end: the mean over micro-batches
+            total = total + self._router_loss(router) * batch["share"].sum()
         u = jax.lax.stop_gradient(ratio)
         gap = jnp.where(mask, jnp.abs(held - batch["logprob"]), 0.0)
         sums = {
@@ -292,13 +325,14 @@ class Learner:
             "gap_max": gap.max(),
             "ratio_max": jnp.max(jnp.where(mask, u, 0.0)),
         }
-        return total, sums
+        return total, (sums, jax.lax.stop_gradient(router))
 
     def _accumulate_fn(self, trained: Params, frozen: Params, acc: Any, batch: dict[str, Array], on_policy: Array) -> Any:
-        (_, sums), grads = jax.value_and_grad(self._loss, has_aux=True)(trained, frozen, batch, on_policy)
+        (_, (sums, router)), grads = jax.value_and_grad(self._loss, has_aux=True)(trained, frozen, batch, on_policy)
         old = acc["sums"]
         joined = {k: jnp.maximum(old[k], v) if k.endswith("_max") else old[k] + v for k, v in sums.items()}
-        return {"grads": jax.tree.map(jnp.add, acc["grads"], grads), "sums": joined}
+        added = {name: jax.tree.map(jnp.add, acc[name], new) for name, new in (("grads", grads), ("router", router))}
+        return {**added, "sums": joined}
 
 
 def check_frozen(saved: dict[str, Any], here: dict[str, Any]) -> None:
