@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 import tiny
 
-from jaxagent.models.attention import AttentionSpec
+from jaxagent.models.attention import AttentionSpec, packed
 from jaxagent.models.attention_blocked import Blocked, Rows, active_blocks
 from jaxagent.models.attention_context import over_mesh
+from jaxagent.models.transformer import REMAT
 
 
 @pytest.mark.parametrize("name", attention_cases.CASES)
@@ -61,3 +62,21 @@ def test_a_query_far_behind_its_keys_start_sees_them_by_position() -> None:
     whole = kernel(q, k, v, Rows(jnp.arange(64), segment, segment), False)
     rows = Rows(jnp.arange(32, 48), segment[:, here], segment)
     np.testing.assert_allclose(kernel(q[:, here], k, v, rows, False), whole[:, here], atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["packed", "blocked"])
+def test_a_layer_that_keeps_its_attention_does_not_attend_again_in_the_backward_pass(name: str) -> None:
+    case = attention_cases.Case()
+    q, k, v, _ = case.tensors()
+    back_end = {
+        "packed": lambda segment: packed(segment, case.spec),
+        "blocked": over_mesh(Blocked(case.spec, block=16), tiny.mesh()),
+    }[name]
+
+    def times(remat: str) -> int:
+        def loss(q: jax.Array) -> jax.Array:
+            return jnp.square(back_end(case.segments())(q, k, v, None, False)[0]).sum()
+
+        return str(jax.make_jaxpr(jax.grad(jax.checkpoint(loss, policy=REMAT[remat])))(q)).count(" exp ")
+
+    assert 0 < times("attention") < times("full")
