@@ -61,4 +61,5 @@ $(VENV)/parity: $(VENV)/dev
 	@echo "installing torch, the reference: some minutes"
 	@$(PIP) -c $(PINS) -e ".[parity]"
 	@$(PIP) --no-deps trl==1.16.0  # for the chat templates in it: it is never imported
+	@$(PIP) --no-deps peft==0.21.2 accelerate==1.15.0  # loads the adapters that we write
 	@touch $@

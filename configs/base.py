@@ -11,7 +11,7 @@ def get_config(arg: str = "") -> ConfigDict:
     """Args: arg: "runlocal" is understood by the experiments, not here."""
     c = ConfigDict()
     c.seed = 0  # fixes tasks, draws, demonstrations and initial weights
-    c.init_from = ""  # HF checkpoint directory to start from; empty starts from scratch with `model`
+    c.init_from = ""  # HF checkpoint, or PEFT adapter, directory to start from; empty starts from scratch with `model`
 
     c.model = ConfigDict()  # the shape of a policy from scratch (Qwen3's), used where init_from is empty
     c.model.width = 128  # D
@@ -22,6 +22,11 @@ def get_config(arg: str = "") -> ConfigDict:
     c.model.ffn_width = 256  # F
     c.model.rope_theta = 1e4  # base of the rotary embedding; short rows need no more
     c.model.tied_head = True  # the output head is the embedding
+
+    c.lora = ConfigDict()  # low-rank adapters: with them they alone are trained, and the engine samples from W + alpha/rank A B
+    c.lora.rank = 0  # 0 is off
+    c.lora.alpha = 16.0
+    c.lora.targets = "all-linear"  # globs with commas on linear maps: q_proj,v_proj or self_attn.*; all-linear is all of them
 
     c.mesh = ConfigDict()
     c.mesh.cpu_devices = 2  # CPU only: virtual devices; small programs use one core each
@@ -37,7 +42,10 @@ def get_config(arg: str = "") -> ConfigDict:
 
     c.agent = ConfigDict()  # budgets of an episode
     c.agent.max_turns = 8
-    c.agent.max_tokens = 1024  # of the whole row: prompt, turns, observations
+    c.agent.max_tokens = 1024  # of a whole row: prompt, turns, observations
+
+    c.chat = ConfigDict()
+    c.chat.history = "refuse"  # or keep, segment: where the checkpoint's chat template rewrites what was said before
 
     c.sampling = ConfigDict()  # of training rollouts; evaluation has its own
     c.sampling.temperature = 1.0
@@ -81,7 +89,13 @@ def get_config(arg: str = "") -> ConfigDict:
     c.learner.row_tokens = 1024  # tokens of a packed row
     c.learner.head_chunk = 1024  # tokens whose logits exist at once
     c.learner.remat = "none"  # what the backward pass computes again: none, dots, attention, full; less memory, more work
-    c.learner.dtype = "float32"  # of the forward and backward pass; weights and moments stay float32
+    c.learner.dtype = "float32"  # of the forward and backward pass; trained weights and moments stay float32
+    c.learner.train_only = ""  # globs with commas on weights: blocks.*_norm,norm; empty is all, or with adapters these alone
+    c.learner.freeze = ""  # globs with commas on weights that are not trained: embed,head
+    c.learner.frozen_dtype = "float32"  # of weights not trained; bfloat16 halves them, exact if init_from or dtype is bfloat16
+    c.learner.replay_routing = False  # mixtures of experts: train through the experts that sampled
+    c.learner.router_aux_coef = 0.0  # mixtures: weight of the balance loss
+    c.learner.router_z_coef = 0.0  # mixtures: weight of the loss that keeps router logits small
     c.learner.attention = "auto"  # back end: xla, splash (TPU), cudnn (GPU), context (cut rows); a run says which and why
     c.learner.entropy_coef = 0.0
     c.learner.tis_cap = 0.0  # cap of the importance weight old / behaviour; 0 is off, needs train.old_logprob=trainer

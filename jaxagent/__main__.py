@@ -4,7 +4,7 @@ jaxagent train    --config=FILE[:ARG] --workdir=DIR [--config.KEY=VALUE ...]
 jaxagent eval     --workdir=DIR [--tasks=N] [--rollouts=K] [--split=test] [--temperature=T]
 jaxagent generate --checkpoint=DIR --prompt=TEXT [--temperature=T] [--max-tokens=N]
 jaxagent view     DIR
-jaxagent export   --workdir=DIR --to=DIR [--dtype=float32]
+jaxagent export   --workdir=DIR --to=DIR [--dtype=float32] [--adapter]
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def parser() -> argparse.ArgumentParser:
     evaluate.add_argument("--split", default="test", choices=["train", "valid", "test"])
     evaluate.add_argument("--temperature", type=float, help="default: evaluate.temperature of the run")
     generate = commands.add_parser("generate", help="one answer of a checkpoint")
-    generate.add_argument("--checkpoint", required=True, help="a Hugging Face checkpoint directory")
+    generate.add_argument("--checkpoint", required=True, help="a Hugging Face checkpoint or a PEFT adapter directory")
     generate.add_argument("--prompt", required=True)
     generate.add_argument("--temperature", type=float, default=1.0)
     generate.add_argument("--max-tokens", type=count, default=256)
@@ -49,6 +49,7 @@ def parser() -> argparse.ArgumentParser:
     export.add_argument("--workdir", required=True)
     export.add_argument("--to", required=True)
     export.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
+    export.add_argument("--adapter", action="store_true", help="the low-rank adapters alone, in PEFT's layout")
     return whole
 
 

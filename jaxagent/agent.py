@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from jaxagent.chat.template import Template
 from jaxagent.envs.env import Env, Step, Task
@@ -12,7 +12,7 @@ from jaxagent.types import Message, Sampler, SampleRequest, Sampling, StopReason
 
 @dataclass(frozen=True)
 class Limits:
-    """Budgets of an episode. `max_tokens` counts everything in the row: prompt, turns and observations."""
+    """Budgets. `max_turns` is each seat's; `max_tokens` counts everything in a row: prompt, turns and observations."""
 
     max_turns: int = 8
     max_tokens: int = 1024
@@ -24,13 +24,26 @@ class Limits:
 
 @dataclass
 class Seat:
-    """One agent at the table: its token row and what it has not been told yet."""
+    """One agent at the table: its token row and what it has not been told yet.
 
-    trajectory: Trajectory
+    A seat has a further row for every segment, where its conversation is begun anew: see `ChatOptions.history`.
+    """
+
+    rows: list[Trajectory]
     name: str  # in the sampler
     key: tuple[int, int]
-    unfed: list[int]
+    unfed: list[int] = field(default_factory=list)
     held: int = 0  # tokens that the sampler has
+    told: list[Message] = field(default_factory=list)  # the dialogue so far
+
+    @property
+    def trajectory(self) -> Trajectory:
+        """The row that grows."""
+        return self.rows[-1]
+
+    @property
+    def turns(self) -> int:
+        return sum(len(row.turns) for row in self.rows)
 
 
 class Agent:
@@ -40,7 +53,7 @@ class Agent:
         self.template, self.tools, self.sampler, self.limits = template, tools, sampler, limits
 
     async def play(self, env: Env, task: Task, rows: list[Trajectory], key: tuple[int, int], sampling: Sampling) -> None:
-        """Plays one episode into `rows`, which holds the first seat's row and gets one more for every further seat.
+        """Plays one episode into `rows`, which holds the first seat's row and gets one more for every further seat or segment.
 
         Raises what the environment or the sampler raises: `rollout.py` turns that into data.
         """
@@ -50,7 +63,7 @@ class Agent:
             step = await env.reset(task, rows[0].seed)
             rows[0].waiting = ""
             seat = self._seat(seats, step, rows, key)
-            while not (stop := self._told(seat, step, sampling)):
+            while not (stop := self._told(seat, step, rows, sampling)):
                 step = await self._act(seat, env, step, sampling)
                 for agent, reward in step.rewards.items():
                     if agent in seats:  # who never acted has nothing to learn from
@@ -62,45 +75,63 @@ class Agent:
         finally:
             for seat in seats.values():
                 self.sampler.release(seat.name)
+                whole = sum(row.reward for row in seat.rows)
+                for row in seat.rows:
+                    row.elsewhere = whole - row.reward
 
     def _seat(self, seats: dict[str, Seat], step: Step, rows: list[Trajectory], key: tuple[int, int]) -> Seat:
         if step.agent not in seats:
             first, number = rows[0], len(seats)
             if number:  # a further seat starts with an empty row of its own
-                row = Trajectory(first.task, first.seed, first.group, first.rollout, attempts=first.attempts)
-                row.difficulty = first.difficulty
-                rows.append(row)
-            rows[number].role = step.agent
+                rows.append(_beside(first, step.agent))
+            rows[-1].role = step.agent
             name = f"{first.group}#{first.rollout}.{first.attempts}/{step.agent}"
-            seats[step.agent] = Seat(rows[number], name, (key[0], key[1] ^ number), [])
+            seats[step.agent] = Seat([rows[-1]], name, (key[0], key[1] ^ number))
         return seats[step.agent]
 
-    def _told(self, seat: Seat, step: Step, sampling: Sampling) -> StopReason | None:
+    def _told(self, seat: Seat, step: Step, rows: list[Trajectory], sampling: Sampling) -> StopReason | None:
         """Appends the observation; says why the episode ends, if it does."""
         if step.truncated:
             return StopReason.ENV_TRUNCATED
         if step.terminated:
             return StopReason.ANSWERED if step.answered else StopReason.ENV_TERMINATED
-        first = not seat.trajectory.tokens
-        if not first and len(seat.trajectory.turns) >= self.limits.max_turns:
+        if seat.turns >= self.limits.max_turns:
             return StopReason.MAX_TURNS
-        if first:
+        held, anew = seat.trajectory.tokens, False
+        if not held:
             ids = self.template.prompt(step.messages, self.tools)
+        elif ids := self.template.restart(seat.told, step.messages, self.tools):
+            held, anew = [], True
         else:
-            closed = seat.trajectory.tokens[-1] in self.template.stop
-            ids = self.template.extend(step.messages, closed=closed)
-        if len(seat.trajectory.tokens) + len(ids) + sampling.max_tokens > self.limits.max_tokens:
+            closed = held[-1] in self.template.stop
+            ids = self.template.extend(step.messages, closed=closed, after=seat.told[-1])
+        if len(held) + len(ids) + sampling.max_tokens > self.limits.max_tokens:
             return StopReason.MAX_TOKENS
+        if anew:
+            self._begin_segment(seat, rows)
         seat.trajectory.feed(ids)
         seat.unfed += ids
+        seat.told += step.messages
         return None
+
+    def _begin_segment(self, seat: Seat, rows: list[Trajectory]) -> None:
+        """Gives the seat a row of its own for what follows; the sampler lets the old one go."""
+        self.sampler.release(seat.name)
+        number = len(seat.rows)
+        row = _beside(rows[0], seat.trajectory.role)
+        row.segment = number
+        rows.append(row)
+        seat.rows.append(row)
+        seat.name = f"{seat.name.removesuffix(f'+{number - 1}')}+{number}"
+        seat.held = 0
 
     async def _act(self, seat: Seat, env: Env, step: Step, sampling: Sampling) -> Step:
         """Samples one turn and takes it to the world."""
         trajectory = seat.trajectory
-        request = SampleRequest(
-            seat.name, tuple(seat.unfed), seat.held, seat.key, self.template.stop, sampling, trajectory.group
-        )
+        # Positions begin again in a segment: with the same key they would be drawn alike. Its prompt is nobody else's.
+        key = (seat.key[0] ^ trajectory.segment, seat.key[1])
+        group = "" if trajectory.segment else trajectory.group
+        request = SampleRequest(seat.name, tuple(seat.unfed), seat.held, key, self.template.stop, sampling, group)
         trajectory.waiting = "engine"
         sample = await self.sampler.generate(request)
         seat.held += len(seat.unfed) + len(sample.tokens)
@@ -108,8 +139,17 @@ class Agent:
         turn = trajectory.sampled(sample, step.state, self.template.text(sample.tokens))
         action: Message = self.template.parse(sample.tokens, self.tools)
         turn.error = action.error
+        words = sample.tokens[:-1] if sample.stopped else sample.tokens
+        seat.told.append(Message("assistant", self.template.text(words)) if action.error else action)
         trajectory.waiting = "environment"
         answer = await env.step(action)
         trajectory.waiting = ""
         turn.reward, turn.reason, turn.tools = answer.reward, answer.reason, answer.tools
         return answer
+
+
+def _beside(first: Trajectory, role: str) -> Trajectory:
+    """An empty row of the same rollout."""
+    row = Trajectory(first.task, first.seed, first.group, first.rollout, role=role, attempts=first.attempts)
+    row.difficulty = first.difficulty
+    return row

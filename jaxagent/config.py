@@ -189,7 +189,7 @@ def _rule_faults(c: ConfigDict) -> Iterator[str]:
     )
     yield from (
         f"{key} must be one of {', '.join(_DTYPES)}, got {values[key]!r}"
-        for key in ("engine.dtype", "learner.dtype")
+        for key in ("engine.dtype", "learner.dtype", "learner.frozen_dtype")
         if values[key] not in _DTYPES
     )
     if c.agent.max_tokens > c.engine.slot_tokens:
@@ -221,8 +221,13 @@ def _inert(c: ConfigDict) -> Iterator[tuple[str, str]]:
     normed = c.algo.aggregate == "sequence_sum_norm" or (c.algo.aggregate is None and c.algo.name == "dr_grpo")
     unbounded = c.algo.name in ("reinforce", "rloo")
     remote = bool(c.sandbox.url)
+    all_trained = not (c.lora.rank or c.learner.train_only or c.learner.freeze)
     inert = {
+        "lora.alpha": (not c.lora.rank, "lora.rank is 0"),
+        "lora.targets": (not c.lora.rank, "lora.rank is 0"),
+        "learner.frozen_dtype": (all_trained, "no weight is frozen"),
         "model.": (bool(c.init_from), "init_from gives the model's shape"),
+        "chat.history": (not c.init_from, "the template of a policy from scratch rewrites nothing"),
         "warmup.": (not c.warmup.steps, "warmup.steps is 0"),
         "warmup_optimizer.": (not c.warmup.steps, "warmup.steps is 0"),
         "feed.max_rounds": (not mixed, "the algorithm keeps all groups"),

@@ -13,7 +13,7 @@ from jaxagent.envs.env import World, size_of
 from jaxagent.feed import wait
 from jaxagent.parts import build, restore_weights, use_devices
 from jaxagent.rollout import Rollouts
-from jaxagent.types import Sampling, Trajectory
+from jaxagent.types import Sampling, Trajectory, by_rollout
 
 
 def evaluate(
@@ -38,7 +38,8 @@ def evaluate(
 
 def summarise(groups: list[list[Trajectory]], k: int) -> dict[str, Any]:
     """The table of an evaluation; episodes that the infrastructure broke are counted apart and never as failures."""
-    played = [[t for t in group if t.stop.counts] for group in groups]
+    whole = [by_rollout(group) for group in groups]
+    played = [[segments[0] for segments in group if segments[0].stop.counts] for group in whole]
     played = [group for group in played if group]
     everyone = [t for group in played for t in group]
     wins = [sum(t.solved for t in group) for group in played]
@@ -46,6 +47,7 @@ def summarise(groups: list[list[Trajectory]], k: int) -> dict[str, Any]:
     for t in everyone:
         by_difficulty[t.difficulty].append(t.solved)
     n = len(everyone)
+    turns = sum(len(t.turns) for group in groups for t in group if t.stop.counts)
     success = sum(wins) / n if n else math.nan
     rates = [win / len(group) for win, group in zip(wins, played, strict=True)]
     return {
@@ -54,10 +56,10 @@ def summarise(groups: list[list[Trajectory]], k: int) -> dict[str, Any]:
         "n": len(played),
         "k": k,
         "reward": sum(t.reward for t in everyone) / n if n else math.nan,
-        "turns": sum(len(t.turns) for t in everyone) / n if n else math.nan,
+        "turns": turns / n if n else math.nan,
         "pass_at_k": {str(j): pass_at_k([len(group) for group in played], wins, j) for j in sorted({1, k})},
         "by_difficulty": {name: sum(hits) / len(hits) for name, hits in sorted(by_difficulty.items())},
-        "broken": sum(len(group) for group in groups) - n,
+        "broken": sum(len(group) for group in whole) - n,
     }
 
 

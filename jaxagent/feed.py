@@ -81,5 +81,5 @@ def wait(futures: list[Future[list[Trajectory]]]) -> list[Trajectory]:
 
 def has_signal(group: Group) -> bool:
     """Whether the rewards of the rollouts that count differ, within a role: roles are not compared with each other."""
-    counted = [t for t in group.trajectories if t.stop.counts]
+    counted = [t for t in group.trajectories if t.stop.counts and not t.segment]
     return len({(t.role, round(t.reward, 6)) for t in counted}) > len({t.role for t in counted})

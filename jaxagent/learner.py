@@ -2,11 +2,15 @@
 
 A step is `accumulate` for every micro-batch, then `apply`. Gradients are sums; they are divided once, by the sum of the
 tokens' shares, when everything is in. So the split into micro-batches, devices and hosts does not change the result.
+
+Only trained weights have gradients, moments and a place in checkpoints. Frozen ones, as the base under adapters, are an
+argument that no program changes; a resumed run gets them from where the first start did.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -14,13 +18,17 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from flax.traverse_util import flatten_dict
 from jax.sharding import NamedSharding
 from jaxtyping import Array, Float
 
 from jaxagent.algos.table import Algorithm
 from jaxagent.data.pack import Batch
+from jaxagent.models.adapters import adapters_off, is_adapter
 from jaxagent.models.attention_choice import NAMES, Facts, choose
+from jaxagent.models.frozen import digest, join, split, trained_names
 from jaxagent.models.head import token_logprobs
+from jaxagent.models.moe import STATS, aux_loss, balance, z_loss
 from jaxagent.models.transformer import Decoder, DecoderConfig, Params, head_table, logical_axes, params_of
 from jaxagent.sharding import DeviceMesh
 
@@ -33,11 +41,17 @@ class LearnerOptions:
     row_tokens: int = 1024  # T, tokens of a packed row
     head_chunk: int = 1024  # tokens whose logits exist at once
     remat: str = "none"  # what each layer keeps for the backward pass: none (of it computed again), dots, attention, full
-    dtype: str = "float32"  # of the forward and backward pass; weights and moments stay float32
+    dtype: str = "float32"  # of the forward and backward pass; trained weights and moments stay float32
+    train_only: str = ""  # globs on weights, as blocks.*_norm,norm; empty trains all, or with adapters these alone
+    freeze: str = ""  # globs on weights that are not trained
+    frozen_dtype: str = "float32"  # of weights that are not trained; bfloat16 is half the memory
     temperature: float = 1.0  # at which the rollouts were sampled
     entropy_coef: float = 0.0
     tis_cap: float = 0.0  # C of token-level truncated importance sampling, old against behaviour; 0 is off
     attention: str = "auto"  # the back end: a name of models/attention_choice.py
+    replay_routing: bool = False  # a mixture's tokens take the experts that they took in the sampler
+    router_aux_coef: float = 0.0  # of a mixture's balance loss
+    router_z_coef: float = 0.0  # of the loss that keeps its router's logits small
 
     def __post_init__(self) -> None:
         if self.attention not in NAMES:
@@ -85,8 +99,14 @@ def adamw(numbers: dict[str, Any]) -> optax.GradientTransformation:
     )
 
 
+def trained_of(config: DecoderConfig, options: LearnerOptions) -> frozenset[str]:
+    """The dotted names of the weights that are trained. Raises ValueError for patterns that fit no weight of the decoder."""
+    shapes = params_of(nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0))))[1]
+    return trained_names(flatten_dict(shapes, sep="."), options.train_only, options.freeze)
+
+
 class Learner:
-    """Owns the trained weights. All arrays live on the mesh, sharded by the table of sharding.py."""
+    """Owns the weights, in two trees: trained and frozen. All arrays live on the mesh, sharded by the table of sharding.py."""
 
     def __init__(
         self,
@@ -109,31 +129,45 @@ class Learner:
         facts = Facts.of(config.attention, config.head_width, options.row_tokens, options.dtype, mesh)
         self.attention = choose(options.attention, facts, mesh)
         self._graph = nnx.split(skeleton)[0]
-        self._param_shardings = mesh.shardings(logical_axes(skeleton), params_of(skeleton)[1])
-        self.params: Params = jax.tree.map(_placed, params, self._param_shardings)
+        self._names = trained_of(config, options)
+        shardings = mesh.shardings(logical_axes(skeleton), params_of(skeleton)[1])
+        self._param_shardings, frozen_shardings = split(shardings, self._names)
+        trained, frozen = split(params, self._names)
+        self.trained: Params = jax.tree.map(partial(_placed, dtype=jnp.float32), trained, self._param_shardings)
+        self.frozen: Params = jax.tree.map(partial(_placed, dtype=jnp.dtype(options.frozen_dtype)), frozen, frozen_shardings)
         self._rows = mesh.sharding(("rows", "length"))
-        self._acc_shardings = acc_shardings = {"grads": self._param_shardings, "sums": dict.fromkeys(_SUMS, mesh.sharding())}
+        asked = [name for name in ("replay_routing", "router_aux_coef", "router_z_coef") if getattr(options, name)]
+        if asked and not config.experts:
+            raise ValueError(f"learner.{asked[0]}={getattr(options, asked[0])} wants a mixture of experts; this model has none")
+        sums = dict.fromkeys(_SUMS, mesh.sharding())
+        routed = dict.fromkeys(STATS if config.experts else (), mesh.sharding())
+        self._acc_shardings = acc_shardings = {"grads": self._param_shardings, "sums": sums, "router": routed}
         self._new_acc = jax.jit(self._zeros, out_shardings=acc_shardings)
         self._accumulate = jax.jit(
-            self._accumulate_fn, donate_argnums=1, out_shardings=acc_shardings, compiler_options=mesh.compiler_options
+            self._accumulate_fn, donate_argnums=2, out_shardings=acc_shardings, compiler_options=mesh.compiler_options
         )
-        self._score = jax.jit(lambda params, batch: self._logprobs(params, batch)[0])
+        self._score = jax.jit(lambda trained, frozen, batch: self._logprobs(join(trained, frozen), batch)[0])
         moments = self._moment_shardings()
         self._new_moments = jax.jit(_IDLE_ADAMW.init, out_shardings=moments)
         self._apply = jax.jit(_apply, donate_argnums=(0, 1), out_shardings=(self._param_shardings, moments, mesh.sharding()))
         self._acc: Any = None
 
+    @property
+    def params(self) -> Params:
+        """All weights, trained and frozen."""
+        return join(self.trained, self.frozen)
+
     def begin(self, optimizer: OptimizerOptions, steps: int) -> None:
         """Starts a phase of `steps` updates with fresh moments. Compiles nothing: what differs between phases is traced."""
         self._optimizer, self._schedule = optimizer, optimizer.schedule(steps)
-        self.opt_state = self._new_moments(self.params)
+        self.opt_state = self._new_moments(self.trained)
         self.updates = 0
 
     def accumulate(self, batch: Batch, *, on_policy: bool = False) -> None:
         """Adds a micro-batch's gradient. `on_policy` holds the ratio at 1: old = new, as in supervised learning."""
         if self._acc is None:
             self._acc = self._new_acc()
-        self._acc = self._accumulate(self.params, self._acc, self._put(batch), np.bool_(on_policy))
+        self._acc = self._accumulate(self.trained, self.frozen, self._acc, self._put(batch), np.bool_(on_policy))
 
     def apply(self, idle_share: float = 0.0) -> dict[str, float]:
         """Divides, updates the weights, and returns the step's metrics; a gradient that is not finite updates nothing.
@@ -145,40 +179,73 @@ class Learner:
         sums = acc["sums"]
         lr = float(self._schedule(self.updates))
         numbers = self._optimizer.numbers(lr)
-        self.params, self.opt_state, norms = self._apply(self.params, self.opt_state, acc, np.float32(idle_share), numbers)
+        self.trained, self.opt_state, norms = self._apply(self.trained, self.opt_state, acc, np.float32(idle_share), numbers)
         self._acc = None
         self.updates += 1
-        return _metrics(jax.device_get(sums), jax.device_get(norms), lr, idle_share)
+        metrics = _metrics(jax.device_get(sums), jax.device_get(norms), lr, idle_share)
+        return metrics | (balance(jax.device_get(acc["router"])) if acc["router"] else {})
 
     def warm_up(self) -> None:
         """Compiles accumulation and update on empty rows, without changing anything."""
         empty = Batch.empty(self.options.batch_rows, self.options.row_tokens)
-        acc = self._accumulate(self.params, self._new_acc(), self._put(empty), np.bool_(True))
-        copies = jax.tree.map(jnp.copy, (self.params, self.opt_state))
+        acc = self._accumulate(self.trained, self.frozen, self._new_acc(), self._put(empty), np.bool_(True))
+        copies = jax.tree.map(jnp.copy, (self.trained, self.opt_state))
         jax.block_until_ready(self._apply(*copies, acc, np.float32(1.0), self._optimizer.numbers(0.0)))
 
     def lower(self) -> dict[str, jax.stages.Lowered]:
         """The programs of a step for the devices of the mesh, which need not be here: to be compiled and read."""
-        moments = jax.tree.map(_placed, jax.eval_shape(_IDLE_ADAMW.init, self.params), self._moment_shardings())
+        moments = jax.tree.map(_placed, jax.eval_shape(_IDLE_ADAMW.init, self.trained), self._moment_shardings())
         acc = jax.tree.map(_placed, jax.eval_shape(self._zeros), self._acc_shardings)
-        batch = Batch.empty(self.options.batch_rows, self.options.row_tokens).arrays()
+        empty = Batch.empty(self.options.batch_rows, self.options.row_tokens)
+        if self.options.replay_routing:
+            empty.route(self.config.layers, self.config.experts_per_token)
+        batch = empty.arrays()
         batch = {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._rows) for name, x in batch.items()}
         numbers = OptimizerOptions().numbers(0.0)
         return {
-            "accumulate": self._accumulate.lower(self.params, acc, batch, np.bool_(True)),
-            "apply": self._apply.lower(self.params, moments, acc, np.float32(0.0), numbers),
+            "accumulate": self._accumulate.lower(self.trained, self.frozen, acc, batch, np.bool_(True)),
+            "apply": self._apply.lower(self.trained, moments, acc, np.float32(0.0), numbers),
         }
 
-    def score(self, batch: Batch) -> np.ndarray:
-        """log p of every token under the current weights, [M, T], by the same function as the loss."""
-        return np.asarray(self._score(self.params, self._put(batch)))
+    def score(self, batch: Batch, *, reference: bool = False) -> np.ndarray:
+        """log p of every token under the current weights, [M, T], by the same function as the loss.
+
+        Args:
+            reference: under the base, with every adapter's B at zero: the same program and no second copy of the weights.
+        """
+        trained, frozen = (self.trained, self.frozen) if not reference else self._base()
+        return np.asarray(self._score(trained, frozen, self._put(batch)))
+
+    def _base(self) -> tuple[Params, Params]:
+        if others := sorted(name for name in self._names if not is_adapter(name)):
+            raise ValueError(
+                f"the base's log-probs are wanted, but it is trained itself ({others[0]} and {len(others) - 1} more): "
+                "set lora.rank, and leave learner.train_only empty"
+            )
+        return split(adapters_off(self.params), self._names)
+
+    def weights(self) -> dict[str, Any]:
+        """What a checkpoint must hold of the weights: the trained ones, and a number by which the frozen ones are known."""
+        if not self.frozen:
+            return {"params": self.trained}
+        return {"params": self.trained, "frozen": {"digest": self._frozen_digest}}
+
+    @cached_property
+    def _frozen_digest(self) -> Array:
+        return jax.jit(digest, out_shardings=self.mesh.sharding())(self.frozen)
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint must hold."""
-        return {"params": self.params, "opt_state": self.opt_state}
+        return {**self.weights(), "opt_state": self.opt_state}
+
+    def restore_weights(self, weights: dict[str, Any]) -> None:
+        """Takes up what `weights` gave. Raises ValueError where the frozen weights are not those it was trained over."""
+        check_frozen(weights, self.weights())
+        self.trained = weights["params"]
 
     def restore(self, state: dict[str, Any], updates: int) -> None:
-        self.params, self.opt_state, self.updates = state["params"], state["opt_state"], updates
+        self.restore_weights(state)
+        self.opt_state, self.updates = state["opt_state"], updates
 
     # ------------------------------------------------------------------ traced
 
@@ -187,33 +254,53 @@ class Learner:
         return optax.tree.map_params(
             _IDLE_ADAMW,
             lambda _, sharding: sharding,
-            jax.eval_shape(_IDLE_ADAMW.init, self.params),
+            jax.eval_shape(_IDLE_ADAMW.init, self.trained),
             self._param_shardings,
             transform_non_params=lambda _: self.mesh.sharding(),
         )
 
     def _put(self, batch: Batch) -> dict[str, Array]:
+        c = self.config
+        if self.options.replay_routing and batch.routing is None:
+            batch.route(c.layers, c.experts_per_token)
         return jax.device_put(batch.arrays(), self._rows)
 
     def _zeros(self) -> dict[str, Any]:
-        grads = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), self.params)
-        return {"grads": grads, "sums": {name: jnp.zeros(()) for name in _SUMS}}
+        c = self.config
+        grads = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), self.trained)
+        router = {name: jnp.zeros((c.layers, c.experts) if name in ("load", "mass") else c.layers) for name in STATS}
+        sums = {name: jnp.zeros(()) for name in _SUMS}
+        return {"grads": grads, "sums": sums, "router": router if c.experts else {}}
 
-    def _logprobs(self, params: Params, batch: dict[str, Array]) -> tuple[Float[Array, "M T"], Float[Array, "M T"]]:
-        """log p and entropy aligned to the token: the hidden state at t - 1 speaks of token t. The only shift there is."""
+    def _logprobs(
+        self, params: Params, batch: dict[str, Array]
+    ) -> tuple[Float[Array, "M T"], Float[Array, "M T"], dict[str, Array]]:
+        """log p and entropy aligned to the token, and the router's sums by layer.
+
+        The hidden state at t - 1 speaks of token t. The only shift there is.
+        """
         o = self.options
         params = jax.tree.map(lambda p: p.astype(o.dtype), params)
         policy = nnx.merge(self._graph, params)
         attend = self.attention.attend(batch["segment"])
-        hidden, _ = policy.hidden(batch["tokens"], batch["position"], attend, remat=o.remat, mesh=self.mesh)
+        replay = batch["routing"].transpose(2, 0, 1, 3).astype(jnp.int32) if o.replay_routing else None
+        valid = batch["segment"] > 0 if self.config.experts else None
+        hidden, routing = policy.hidden(
+            batch["tokens"], batch["position"], attend, remat=o.remat, mesh=self.mesh, valid=valid, replay=replay
+        )
         table, following = head_table(params, self.config), jnp.pad(batch["tokens"][:, 1:], ((0, 0), (0, 1)))
         each = token_logprobs(hidden, table, following, o.temperature, o.head_chunk, self.config.logit_softcap, self.mesh)
         logprob, entropy = (jnp.pad(x[:, :-1], ((0, 0), (1, 0))) for x in each)
-        return logprob, entropy
+        return logprob, entropy, routing.stats if routing else {}
 
-    def _loss(self, params: Params, batch: dict[str, Array], on_policy: Array) -> tuple[Array, dict[str, Array]]:
+    def _router_loss(self, stats: dict[str, Array]) -> Array:
+        """The balance losses of a micro-batch over all its layers, as transformers has them."""
+        o, together = self.options, jax.tree.map(lambda x: x.sum(0), stats)
+        return o.router_aux_coef * aux_loss(together, self.config.mixture) + o.router_z_coef * z_loss(together)
+
+    def _loss(self, trained: Params, frozen: Params, batch: dict[str, Array], on_policy: Array) -> tuple[Array, Any]:
         a, o, mask = self.algorithm, self.options, batch["mask"]
-        new, entropy = self._logprobs(params, batch)
+        new, entropy, router = self._logprobs(join(trained, frozen), batch)
         held = jax.lax.stop_gradient(new)
         old = jnp.where(on_policy, held, batch["old_logprob"])
         ratio = a.ratio(new, old, mask, batch["segment"])
@@ -223,6 +310,8 @@ class Learner:
         bonus = jnp.where(on_policy, 0.0, o.entropy_coef) * entropy
         loss = jnp.where(mask, loss - bonus, 0.0)
         total = jnp.sum(loss * batch["weight"])
+        if o.router_aux_coef or o.router_z_coef:  # divided by all shares in the end: the mean over micro-batches
+            total = total + self._router_loss(router) * batch["share"].sum()
         u = jax.lax.stop_gradient(ratio)
         gap = jnp.where(mask, jnp.abs(held - batch["logprob"]), 0.0)
         sums = {
@@ -238,20 +327,32 @@ class Learner:
             "gap_max": gap.max(),
             "ratio_max": jnp.max(jnp.where(mask, u, 0.0)),
         }
-        return total, sums
+        return total, (sums, jax.lax.stop_gradient(router))
 
-    def _accumulate_fn(self, params: Params, acc: Any, batch: dict[str, Array], on_policy: Array) -> Any:
-        (_, sums), grads = jax.value_and_grad(self._loss, has_aux=True)(params, batch, on_policy)
+    def _accumulate_fn(self, trained: Params, frozen: Params, acc: Any, batch: dict[str, Array], on_policy: Array) -> Any:
+        (_, (sums, router)), grads = jax.value_and_grad(self._loss, has_aux=True)(trained, frozen, batch, on_policy)
         old = acc["sums"]
         joined = {k: jnp.maximum(old[k], v) if k.endswith("_max") else old[k] + v for k, v in sums.items()}
-        return {"grads": jax.tree.map(jnp.add, acc["grads"], grads), "sums": joined}
+        added = {name: jax.tree.map(jnp.add, acc[name], new) for name, new in (("grads", grads), ("router", router))}
+        return {**added, "sums": joined}
 
 
-def _placed(x: Any, sharding: NamedSharding) -> Any:
-    """An array on the mesh, or the shape of one."""
+def check_frozen(saved: dict[str, Any], here: dict[str, Any]) -> None:
+    """Raises ValueError where a checkpoint was trained over other frozen weights than those that are here."""
+    then, now = (int(found["frozen"]["digest"]) if "frozen" in found else 0 for found in (saved, here))
+    if then != now:
+        raise ValueError(
+            f"the checkpoint was trained over other frozen weights (digest {then:08x}) than init_from and seed give now "
+            f"({now:08x}): put the checkpoint directory of init_from back as it was"
+        )
+
+
+def _placed(x: Any, sharding: NamedSharding, dtype: Any = None) -> Any:
+    """An array on the mesh, or the shape of one, in `dtype` where one is given."""
+    dtype = dtype or x.dtype
     if isinstance(x, jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-    return jax.device_put(x, sharding)
+        return jax.ShapeDtypeStruct(x.shape, dtype, sharding=sharding)
+    return jax.device_put(x.astype(dtype), sharding)
 
 
 def _apply(params: Params, opt_state: Any, acc: Any, idle: Array, numbers: Any) -> tuple[Params, Any, dict[str, Array]]:

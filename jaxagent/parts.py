@@ -8,7 +8,7 @@ import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +20,16 @@ from jaxagent import config as configs
 from jaxagent.agent import Agent, Limits
 from jaxagent.algos.table import Algorithm, choose
 from jaxagent.chat.family import template_of
+from jaxagent.chat.history import ChatOptions
 from jaxagent.chat.template import Template
 from jaxagent.checkpoint import Checkpoints
 from jaxagent.engine.engine import Engine, EngineOptions
 from jaxagent.engine.replicas import Replicas
 from jaxagent.envs import env as envs
 from jaxagent.feed import FeedOptions
-from jaxagent.learner import Learner, LearnerOptions, OptimizerOptions
-from jaxagent.models import hf
+from jaxagent.learner import Learner, LearnerOptions, OptimizerOptions, trained_of
+from jaxagent.models import peft
+from jaxagent.models.adapters import fresh_adapters, is_adapter, lora_spec, merged
 from jaxagent.models.transformer import Decoder, DecoderConfig, Params, params_of
 from jaxagent.rollout import RolloutOptions, Rollouts
 from jaxagent.sharding import AXES, DeviceMesh
@@ -49,11 +51,13 @@ def faults(config: ConfigDict) -> list[str]:
 
     builders: dict[str, Callable[..., Any]] = {
         "agent": Limits,
+        "chat": ChatOptions,
         "sampling": Sampling,
         "rollout": RolloutOptions,
         "feed": FeedOptions,
         "algo": choose,
         "engine": EngineOptions,
+        "lora": lora_spec,
         "learner": LearnerOptions,
         "optimizer": OptimizerOptions,
         "warmup_optimizer": OptimizerOptions,
@@ -201,11 +205,13 @@ def build(config: ConfigDict, log: Path | None = None) -> Parts:
     mesh = DeviceMesh.build(**{axis: config.mesh[axis] for axis in AXES})
     template, decoder = policy_shape(config)
     learner_options = LearnerOptions(**config.learner, temperature=config.sampling.temperature)
+    trained_of(decoder, learner_options)  # its complaint about a pattern comes before the weights are read
     with contextlib.ExitStack() as undo:  # what was started is stopped where something after it fails
         sandbox = Sandbox(config.sandbox, world, log)
         undo.callback(sandbox.close)
-        learner = Learner(decoder, start_weights(config, decoder), mesh, algorithm, learner_options)
-        engines = Replicas([Engine(decoder, EngineOptions(**config.engine), place) for place in mesh.replicas()])
+        learner = Learner(decoder, start_weights(config, decoder, mesh), mesh, algorithm, learner_options)
+        engine_options = EngineOptions(**config.engine, record_routing=config.learner.replay_routing)
+        engines = Replicas([Engine(decoder, engine_options, place) for place in mesh.replicas()])
         undo.callback(engines.close)
         agent = Agent(template, world.tools, engines, Limits(**config.agent))
         rollouts = Rollouts(world, agent, sandbox.client, config.seed, RolloutOptions(**config.rollout))
@@ -220,7 +226,7 @@ def restore_weights(parts: Parts, workdir: Path, keep: int) -> int:
         step = checkpoints.latest()
         if step is None:
             raise ValueError(f"{workdir}: no checkpoint there yet")
-        parts.learner.params = checkpoints.trees(step, {"params": parts.learner.params})["params"]
+        parts.learner.restore_weights(checkpoints.trees(step, parts.learner.weights()))
     finally:
         checkpoints.close()
     parts.engines.publish(parts.learner.params, version=step)
@@ -230,22 +236,39 @@ def restore_weights(parts: Parts, workdir: Path, keep: int) -> int:
 def policy_shape(config: ConfigDict) -> tuple[Template, DecoderConfig]:
     """The chat template and the sizes of the policy to start from, without its weights.
 
-    Raises ValueError for a checkpoint of `init_from` that is missing, not supported, or does not fit its tokenizer.
+    Raises ValueError for a checkpoint of `init_from` that is missing, not supported, or does not fit its tokenizer, and for
+    adapters that do not fit it.
     """
     if not config.init_from:
         template = template_of("")
-        return template, DecoderConfig(vocab_size=template.vocab_size, qk_norm=True, **config.model)
-    decoder = hf.read_config(config.init_from)  # its complaint about a missing checkpoint comes before the tokenizer's
-    template = template_of(config.init_from)
+        lora = lora_spec(**config.lora)
+        return template, DecoderConfig(vocab_size=template.vocab_size, qk_norm=True, lora=lora, **config.model)
+    decoder = peft.read_config(config.init_from)  # its complaint about a missing checkpoint comes before the tokenizer's
+    template = template_of(peft.base_of(config.init_from), ChatOptions(**config.chat))
     if template.vocab_size > decoder.vocab_size:
         raise ValueError(
             f"{config.init_from}: the tokenizer has {template.vocab_size} ids, the model's vocabulary only "
             f"{decoder.vocab_size}: they do not belong together"
         )
-    return template, decoder
+    lora, there = lora_spec(**config.lora, experts=bool(decoder.experts)), decoder.lora
+    if lora and there and lora != there:
+        raise ValueError(
+            f"{config.init_from}: its adapters have rank {there.rank}, alpha {there.alpha} and targets "
+            f"{','.join(there.targets)}, the config's lora has {lora.rank}, {lora.alpha} and {','.join(lora.targets)}: set "
+            "them alike to train these adapters on, or lora.rank=0 to merge them into their base and train that"
+        )
+    return template, replace(decoder, lora=lora)
 
 
-def start_weights(config: ConfigDict, decoder: DecoderConfig) -> Params:
-    """The weights to start from: those of the checkpoint of `init_from`, or small random ones."""
-    policy = hf.load(config.init_from) if config.init_from else Decoder(decoder, nnx.Rngs(config.seed))
-    return params_of(policy)[1]
+def start_weights(config: ConfigDict, decoder: DecoderConfig, mesh: DeviceMesh) -> Params:
+    """The weights to start from: those of the checkpoint or the adapters of `init_from`, on the mesh, or small random ones."""
+    if not config.init_from:
+        return params_of(Decoder(decoder, nnx.Rngs(config.seed)))[1]
+    base_is_frozen = all(is_adapter(name) for name in trained_of(decoder, LearnerOptions(**config.learner)))
+    policy = peft.load(config.init_from, mesh, config.learner.frozen_dtype if base_is_frozen else "float32")
+    params = params_of(policy)[1]
+    if policy.config.lora and not decoder.lora:
+        return jax.jit(lambda w: merged(w, policy.config))(params)
+    if decoder.lora and not policy.config.lora:
+        return {**params, "blocks": {**params["blocks"], **fresh_adapters(decoder, config.seed)}}
+    return params

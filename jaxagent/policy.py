@@ -6,36 +6,46 @@ import asyncio
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
+from ml_collections import ConfigDict
 
 from jaxagent import config as configs
 from jaxagent.chat.family import template_of
+from jaxagent.chat.history import ChatOptions
 from jaxagent.chat.plain import tokenizer_files
 from jaxagent.checkpoint import Checkpoints
 from jaxagent.engine.engine import Engine, EngineOptions
-from jaxagent.models import hf
-from jaxagent.models.transformer import Decoder, params_of
-from jaxagent.parts import policy_shape
-from jaxagent.sharding import DeviceMesh
+from jaxagent.learner import LearnerOptions, check_frozen, trained_of
+from jaxagent.models import hf, peft
+from jaxagent.models.adapters import is_adapter, merged, unadapted
+from jaxagent.models.frozen import digest, join, split
+from jaxagent.models.transformer import Decoder, DecoderConfig, Params, logical_axes, params_of
+from jaxagent.parts import policy_shape, start_weights
+from jaxagent.sharding import AXES, DeviceMesh
 from jaxagent.types import Message, SampleRequest, Sampling, sampling_key
 
 
-def export(workdir: str, to: str, dtype: str) -> int:
-    """The command `jaxagent export`: the last checkpoint of a run, with its tokenizer, as transformers loads it."""
+def export(workdir: str, to: str, dtype: str, adapter: bool = False) -> int:
+    """The command `jaxagent export`: the last checkpoint of a run, with its tokenizer, as transformers loads it.
+
+    Args:
+        adapter: the adapters alone, as PEFT loads them; without it they are merged into the weights.
+    """
     config = configs.read(Path(workdir) / "config.json")
     decoder = policy_shape(config)[1]
-    graph, shapes = params_of(nnx.eval_shape(lambda: Decoder(decoder, nnx.Rngs(0))))
-    here = DeviceMesh.build(data=1).sharding()
-    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), shapes)
-    checkpoints = Checkpoints(Path(workdir) / "checkpoints", config.checkpoint.keep)
-    try:
-        step = checkpoints.latest()
-        if step is None:
-            raise ValueError(f"{workdir}: no checkpoint there yet")
-        trained = checkpoints.trees(step, {"params": like})["params"]
-    finally:
-        checkpoints.close()
-    hf.save(nnx.merge(graph, trained), to, dtype=dtype, tokenizer=config.init_from or None)
+    names = trained_of(decoder, LearnerOptions(**config.learner))
+    if adapter:
+        _check_adapter(config, decoder, names)
+    base = peft.base_of(config.init_from) if config.init_from else ""
+    step, params = last_weights(config, decoder, names, Path(workdir))
+    if adapter:
+        graph = params_of(nnx.eval_shape(lambda: Decoder(decoder, nnx.Rngs(0))))[0]
+        peft.save(nnx.merge(graph, params), to, base=base, dtype=dtype)
+        print(f"the adapters of step {step} of {workdir} are in {to}")
+        return 0
+    graph = params_of(nnx.eval_shape(lambda: Decoder(unadapted(decoder), nnx.Rngs(0))))[0]
+    hf.save(nnx.merge(graph, jax.jit(lambda w: merged(w, decoder))(params)), to, dtype=dtype, tokenizer=base or None)
     if not config.init_from:
         for name, text in tokenizer_files().items():
             (Path(to) / name).write_text(text)
@@ -43,14 +53,58 @@ def export(workdir: str, to: str, dtype: str) -> int:
     return 0
 
 
+def _check_adapter(config: ConfigDict, decoder: DecoderConfig, names: frozenset[str]) -> None:
+    """Raises ValueError where a run is more than adapters on a checkpoint."""
+    if not decoder.lora:
+        raise ValueError("--adapter: this run has no adapters (lora.rank is 0); leave it out for the whole policy")
+    if not config.init_from:
+        raise ValueError("--adapter: the base of this run is no checkpoint (init_from is empty); leave it out to merge")
+    if others := sorted(name for name in names if not is_adapter(name)):
+        raise ValueError(f"--adapter: this run trained {others[0]} too (learner.train_only); leave it out to merge")
+
+
+def last_weights(config: ConfigDict, decoder: DecoderConfig, names: frozenset[str], workdir: Path) -> tuple[int, Params]:
+    """The step of a run's last checkpoint and all its weights: the trained ones of it, the frozen ones of where it started."""
+    skeleton, mesh = nnx.eval_shape(lambda: Decoder(decoder, nnx.Rngs(0))), _place(config)
+    shapes = params_of(skeleton)[1]
+    places = mesh.shardings(logical_axes(skeleton), shapes)
+    like = jax.tree.map(lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), shapes, places)
+    trained, frozen = split(like, names)
+    wanted: Params = {"params": trained}
+    if frozen:
+        start = split(start_weights(config, decoder, mesh), names)[1]
+        frozen = jax.tree.map(lambda w, x: jax.device_put(w.astype(config.learner.frozen_dtype), x.sharding), start, frozen)
+        wanted["frozen"] = {"digest": jax.ShapeDtypeStruct((), jnp.uint32, sharding=mesh.sharding())}
+    checkpoints = Checkpoints(workdir / "checkpoints", config.checkpoint.keep)
+    try:
+        step = checkpoints.latest()
+        if step is None:
+            raise ValueError(f"{workdir}: no checkpoint there yet")
+        saved = checkpoints.trees(step, wanted)
+    finally:
+        checkpoints.close()
+    if frozen:
+        check_frozen(saved, {"frozen": {"digest": jax.jit(digest)(frozen)}})
+    return step, join(saved["params"], frozen)
+
+
+def _place(config: ConfigDict) -> DeviceMesh:
+    """One copy of the weights, cut as in the run where this machine has the devices for it, else on one device."""
+    try:
+        return DeviceMesh.build(**{**{axis: config.mesh[axis] for axis in AXES}, "data": 1})
+    except ValueError:
+        return DeviceMesh.build(data=1)
+
+
 def generate(checkpoint: str, prompt: str, temperature: float, max_tokens: int) -> int:
-    """The command `jaxagent generate`: prints one sampled turn of a checkpoint."""
-    policy = hf.load(checkpoint)
-    template = template_of(checkpoint)
+    """The command `jaxagent generate`: prints one sampled turn of a checkpoint, or of adapters on theirs."""
+    place = next(DeviceMesh.build().replicas())
+    policy = peft.load(checkpoint, place)
+    template = template_of(peft.base_of(checkpoint), ChatOptions("keep"))  # one turn: nothing is said before it
     ids = template.prompt([Message("user", prompt)], ())
     length = -(-(len(ids) + max_tokens) // 128) * 128
     options = EngineOptions(slots=1, slot_tokens=length, decode_tokens=16, append_rows=1, append_tokens=(64,))
-    engine = Engine(policy.config, options, next(DeviceMesh.build().replicas()))
+    engine = Engine(policy.config, options, place)
     sampling = Sampling(temperature=temperature, max_tokens=max_tokens)
     request = SampleRequest("prompt", tuple(ids), 0, sampling_key(0, prompt, 0), template.stop, sampling)
     try:

@@ -55,7 +55,7 @@ class Rollouts:
     ) -> list[list[Future[list[Trajectory]]]]:
         """Starts `rollouts` episodes for every (group name, task); a list of futures per task.
 
-        An episode gives one row for every seat at its table.
+        An episode gives one row for every seat at its table, and one more wherever a seat's conversation was begun anew.
         """
         return [[self._run(self._episode(group, task, i, sampling, ablated)) for i in range(rollouts)] for group, task in tasks]
 

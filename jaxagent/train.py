@@ -149,9 +149,10 @@ def prepare(config: ConfigDict, workdir: Path) -> None:
 
 def tell(run: Run) -> None:
     c, parts = run.config, run.parts
-    size = sum(leaf.size for leaf in jax.tree.leaves(parts.learner.params))
+    trained, frozen = (sum(w.size for w in jax.tree.leaves(part)) for part in (parts.learner.trained, parts.learner.frozen))
+    size = f"{(trained + frozen) / 1e6:.2f}M parameters" + f", {trained / 1e6:.2f}M of them trained," * bool(frozen)
     run.progress.say(
-        f"{c.env.name}: {size / 1e6:.2f}M parameters on {jax.device_count()} {jax.default_backend()} devices, "
+        f"{c.env.name}: {size} on {jax.device_count()} {jax.default_backend()} devices, "
         f"{c.feed.prompts} x {c.feed.rollouts} episodes a step, {c.algo.name}; {parts.sandbox.description}"
     )
     run.progress.say(parts.learner.attention.note)
@@ -300,16 +301,17 @@ def described(run: Run, groups: Sequence[Group]) -> dict[str, float]:
     except Broken:
         run.store.write(f"broken-{run.step - run.config.warmup.steps + 1:06d}", rows)
         raise
+    once = [row for row in good if not row.segment]  # a rollout may have several rows
     sampled = sum(sum(row.mask) for row in good)
     turns = [turn for row in good for turn in row.turns]
     tools = [record for turn in turns for record in turn.tools]
     stats = run.parts.engines.take_stats()
     values = {
-        "reward/mean": mean(row.reward for row in good),
-        "reward/success": mean(row.solved for row in good),
+        "reward/mean": mean(row.reward for row in once),
+        "reward/success": mean(row.solved for row in once),
         "reward/informative_groups": mean(has_signal(group) for group in groups),
-        "rollout/turns": len(turns) / len(good),
-        "rollout/tokens": sampled / len(good),
+        "rollout/turns": len(turns) / len(once),
+        "rollout/tokens": sampled / len(once),
         "rollout/entropy": -sum(sum(row.logprob) for row in good) / max(1, sampled),
         "rollout/parse_errors": mean(bool(turn.error) for turn in turns),
         "rollout/tool_errors": mean(record.outcome != "ok" for record in tools),

@@ -8,6 +8,7 @@ opens the tool result is not.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any, Protocol
@@ -48,8 +49,11 @@ class ToolSpec:
 
 @dataclass(frozen=True)
 class ToolCall:
+    """A call. `id` is what the policy named it, in families whose results must repeat that; it says nothing about equality."""
+
     name: str
     arguments: dict[str, Any] = field(default_factory=dict)
+    id: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True)
@@ -97,7 +101,11 @@ class SampleRequest:
 
 @dataclass(frozen=True)
 class Sample:
-    """One sampled turn. `fed_start` and `fed` are the sampler's own record of what it was fed, for the auditor."""
+    """One sampled turn. `fed_start` and `fed` are the sampler's own record of what it was fed, for the auditor.
+
+    `routing` holds the experts of every token that went through the model since the last sample, an int16 array [tokens, L,
+    k]: the pending token of the turn before, the fed ones, and the sampled ones but the last. None where none is recorded.
+    """
 
     tokens: list[int]
     logprobs: list[float]
@@ -105,6 +113,7 @@ class Sample:
     stopped: bool  # by a stop token; otherwise the budget ran out
     fed_start: int
     fed: list[int]
+    routing: Any = None
 
 
 class Sampler(Protocol):
@@ -153,6 +162,8 @@ class Trajectory:
     group: str
     rollout: int  # index in the group
     role: str = "agent"
+    segment: int = 0  # counts the rows of one rollout and role, where its conversation was begun anew
+    elsewhere: float = 0.0  # rewards of the turns in its other segments, once the episode has ended
     tokens: list[int] = field(default_factory=list)
     mask: list[bool] = field(default_factory=list)
     logprob: list[float] = field(default_factory=list)
@@ -165,11 +176,12 @@ class Trajectory:
     attempts: int = 1
     difficulty: str = ""
     seconds: float = 0.0
+    routing: list[Any] = field(default_factory=list)  # of each turn's sample; joined, of all tokens but the last; not stored
 
     @property
     def reward(self) -> float:
-        """The return of the episode: the sum of its turns' rewards."""
-        return sum(turn.reward for turn in self.turns)
+        """The return of the episode: the sum of its turns' rewards, those of its other segments included."""
+        return sum(turn.reward for turn in self.turns) + self.elsewhere
 
     @property
     def solved(self) -> bool:
@@ -195,10 +207,13 @@ class Trajectory:
         self.version += sample.versions
         self.turn += [len(self.turns)] * n
         self.turns.append(turn)
+        if sample.routing is not None:
+            self.routing.append(sample.routing)
         return turn
 
     def to_json(self) -> dict[str, Any]:
-        return {**self.__dict__, "turns": [asdict(turn) for turn in self.turns]}
+        kept = {name: value for name, value in self.__dict__.items() if name != "routing"}
+        return {**kept, "turns": [asdict(turn) for turn in self.turns]}
 
     @classmethod
     def from_json(cls, record: dict[str, Any]) -> Trajectory:
@@ -212,6 +227,20 @@ class Group:
 
     key: str
     trajectories: list[Trajectory]
+
+
+def by_rollout(rows: Iterable[Trajectory]) -> list[list[Trajectory]]:
+    """The rows of every rollout and role together: one, or its segments in their order."""
+    found: list[list[Trajectory]] = []
+    last: dict[tuple[str, int, str], list[Trajectory]] = {}
+    for row in rows:
+        key = row.group, row.rollout, row.role
+        if row.segment and key in last:
+            last[key].append(row)
+        else:
+            last[key] = [row]
+            found.append(last[key])
+    return found
 
 
 def sampling_key(seed: int, group: str, rollout: int) -> tuple[int, int]:

@@ -18,6 +18,7 @@ from typing import Any
 
 from jaxagent import metrics
 from jaxagent.chat.family import template_of
+from jaxagent.chat.history import ChatOptions
 from jaxagent.chat.template import Template
 from jaxagent.data.store import read
 from jaxagent.types import Trajectory, Turn
@@ -136,7 +137,7 @@ def _config(workdir: Path) -> dict[str, Any]:
 def _template(init_from: str) -> tuple[Template | None, str]:
     """The run's template; where its tokenizer is gone, None and why, and the page shows ids."""
     try:
-        return template_of(init_from), ""
+        return template_of(init_from, ChatOptions("keep")), ""
     except (ValueError, OSError) as error:
         return None, str(error)
 
@@ -254,7 +255,7 @@ class Shelf:
             "seed": str(t.seed),  # JavaScript's numbers end at 2**53
             "group": t.group,
             "rollout": t.rollout,
-            "role": t.role,
+            "role": f"{t.role}, segment {t.segment + 1}" if t.segment else t.role,
             "difficulty": t.difficulty,
             "reward": finite(round(t.reward, 6)),
             "solved": t.solved,
@@ -327,7 +328,7 @@ def _read_evaluation(path: Path, label: str, shelf: Shelf, room: int) -> tuple[d
     total = 0
     for t in read(path):
         total += 1
-        if t.stop.counts:
+        if t.stop.counts and not t.segment:  # a rollout counts once
             wins_n = tally.setdefault(t.difficulty, [0, 0])
             wins_n[0] += t.solved
             wins_n[1] += 1
@@ -335,7 +336,7 @@ def _read_evaluation(path: Path, label: str, shelf: Shelf, room: int) -> tuple[d
             item = shelf.item(t, label, 0)
             room -= len(embed(item))
             if room > 0:
-                items[t.group, t.rollout, t.role] = item
+                items[t.group, t.rollout, item["role"]] = item
     return items, tally, total
 
 

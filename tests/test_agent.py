@@ -16,7 +16,7 @@ from jaxagent.chat.plain import CALL, END_CALL, EOS, RESULT, TURN, USER, PlainTe
 from jaxagent.data.store import audit
 from jaxagent.envs.env import Step, Task
 from jaxagent.tools import Tool, dispatch, tool
-from jaxagent.types import Message, SampleRequest, Sampling, StopReason, ToolCall, ToolSpec, Trajectory
+from jaxagent.types import Message, SampleRequest, Sampling, StopReason, ToolCall, ToolSpec, Trajectory, by_rollout
 
 PLAIN = PlainTemplate()
 
@@ -258,6 +258,92 @@ def test_seats_draw_independently_of_each_other() -> None:
 def test_a_reward_for_a_seat_that_never_acted_is_not_a_failure() -> None:
     (row,) = play(Told([user("q", agent="white"), Step(terminated=True, rewards={"black": -1.0})]), script(PLAIN, answer("x")))
     assert (row.stop, row.reward) == (StopReason.ENV_TERMINATED, 0.0)
+
+
+# ====================================================================== several segments
+
+
+class Forgetful(PlainTemplate):
+    """The plain template, which here forgets all but what users say once one speaks again."""
+
+    def restart(self, told: Sequence[Message], messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[int]:
+        if all(message.role != "user" for message in messages):
+            return []
+        return self.prompt([message for message in (*told, *messages) if message.role == "user"], tools)
+
+
+def taking(*turns: Message) -> ScriptedSampler:
+    """A policy that takes these turns one after another, whatever row they are in."""
+    left = list(turns)
+    return ScriptedSampler(Forgetful(), lambda text, request: PLAIN.turn(left.pop(0)))
+
+
+def test_a_conversation_that_is_begun_anew_goes_on_in_a_further_row_of_its_rollout() -> None:
+    world = Told([user("p", state="s0"), result("52", reward=0.25), user("q", reward=0.5), result("8", reward=0.125), END])
+    sampler = taking(look("3"), answer("52"), look("4"), answer("8"))
+    first, second = play(world, sampler)
+    assert PLAIN.text(first.tokens) == "<user>p<turn><call>A3</call><result>52<turn>52<eos>"
+    assert PLAIN.text(second.tokens) == "<user>p<user>q<turn><call>A4</call><result>8<turn>8<eos>"
+    assert second.mask == [False] * 5 + [True] * 4 + [False] * 3 + [True] * 2
+    assert (first.segment, second.segment) == (0, 1)
+    assert (first.group, first.rollout, first.role) == (second.group, second.rollout, second.role)
+    assert [turn.reward for turn in first.turns + second.turns] == [0.25, 0.5, 0.125, 1.0]
+    assert (first.reward, second.reward, first.elsewhere, second.elsewhere) == (1.875, 1.875, 1.125, 0.75)
+    assert (first.stop, second.stop) == (StopReason.ANSWERED, StopReason.ANSWERED)
+    assert by_rollout([first, second]) == [[first, second]]
+
+
+def test_the_sampler_lets_the_old_row_go_and_draws_anew_in_the_next() -> None:
+    sampler = taking(answer("a"), answer("b"), answer("c"))
+    play(Told([user("p"), user("q"), user("r"), END]), sampler)
+    names = ["group#0.1/agent", "group#0.1/agent+1", "group#0.1/agent+2"]
+    assert [request.trajectory for request in sampler.requests] == names
+    assert sampler.released == names
+    assert [request.start for request in sampler.requests] == [0, 0, 0]
+    assert len({request.key for request in sampler.requests}) == 3
+    assert [request.group for request in sampler.requests] == ["group", "", ""]  # nobody else has these prompts
+
+
+def test_the_budget_of_turns_is_of_all_segments_and_that_of_tokens_of_each() -> None:
+    endless = Told([user("p"), *[user("q")] * 9])
+    rows = play(endless, taking(*[answer("a")] * 9), limits=Limits(3, 400))
+    assert [(row.stop, len(row.turns)) for row in rows] == [(StopReason.MAX_TURNS, 1)] * 3
+    rows = play(
+        Told([user("p"), *[user("q")] * 9]), taking(*[answer("a")] * 9), limits=Limits(9, 7), sampling=Sampling(max_tokens=2)
+    )
+    # <user>p<turn> and <user>p<user>q<turn> leave room for two more tokens, <user>p<user>q<user>q<turn> does not
+    assert [(row.stop, len(row.tokens)) for row in rows] == [(StopReason.MAX_TOKENS, 5), (StopReason.MAX_TOKENS, 7)]
+
+
+def test_a_turn_that_could_not_be_read_is_told_as_it_was_written() -> None:
+    told: list[Message] = []
+
+    class Listening(Forgetful):
+        def restart(self, known: Sequence[Message], messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[int]:
+            told[:] = known
+            return []
+
+    sampler = script(Listening(), [CALL, *b"nope", END_CALL], answer("52"))
+    play(Told([user("q"), result("??"), END]), sampler)
+    assert told == [Message("user", "q"), Message("assistant", "<call>nope")]
+
+
+def test_seats_and_segments_keep_their_rows_apart() -> None:
+    class Crossed(Bargain):
+        async def step(self, action: Message) -> Step:
+            self.said.append(action.content)
+            if len(self.said) == 4:
+                return Step(terminated=True, reward=1.0, rewards={"buyer": 0.5})
+            return user(f"{len(self.said)}", agent="seller" if len(self.said) % 2 else "buyer", reward=0.125)
+
+    rows = play(Crossed(), taking(*[answer("x")] * 4))
+    assert [(row.role, row.segment, row.reward) for row in rows] == [
+        ("buyer", 0, 0.75),
+        ("seller", 0, 1.125),
+        ("buyer", 1, 0.75),
+        ("seller", 1, 1.125),
+    ]
+    assert [[row.segment for row in segments] for segments in by_rollout(rows)] == [[0, 1], [0, 1]]
 
 
 # ====================================================================== failures are passed on

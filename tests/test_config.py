@@ -136,6 +136,7 @@ def test_an_override_takes_the_type_of_its_key(override: str, wanted: Any) -> No
         ("optimizer.lr=false", "optimizer.lr wants float, got 'false'"),
         ("evaluate.ablate=1", "evaluate.ablate wants bool, got '1'"),
         ("algo.clip_high=wide", "algo.clip_high wants float, got 'wide'"),
+        ("lora.rank=eight", "lora.rank wants int, got 'eight'"),
         ("engine.append_tokens=8", "engine.append_tokens wants tuple, got '8'"),
         ("engine.append_tokens=4,8", "engine.append_tokens wants tuple, got '4,8'"),
         ("seed", "'seed': write key.path=value"),
@@ -219,6 +220,10 @@ def test_all_faults_of_all_sections_are_told_at_once() -> None:
         ("rollout.concurrency=0", "rollout.concurrency must be at least 1, got 0"),
         ("rollout.deadline_s=0", "rollout.deadline_s must be positive, got 0.0"),
         ("feed.prompts=0", "feed.prompts must be at least 1, got 0"),
+        ("lora.rank=-1", "lora.rank must be at least 0, which is off, got -1"),
+        ("lora.alpha=0", "lora.alpha must be positive, got 0.0"),
+        ("lora.targets=w_proj", "'w_proj' matches no linear map; there are q (self_attn.q_proj)"),
+        ("learner.frozen_dtype=int8", "learner.frozen_dtype must be one of float32, bfloat16, got 'int8'"),
         ("feed.rollouts=1", "feed.rollouts must be at least 2"),
         ("feed.max_staleness=1", "feed.max_staleness must be 0"),
         ("algo.name=ppo2", "algo.name must be one of reinforce, rloo, grpo"),
@@ -243,6 +248,10 @@ def test_a_value_that_a_component_refuses_is_a_fault_in_its_words(override: str,
         ("algo.length=50", BASE, "only the aggregation sequence_sum_norm divides by it"),
         ("learner.tis_cap=2", BASE, "train.old_logprob is sampler"),
         ("sandbox.token_file=token", BASE, "the embedded server makes its own token"),
+        ("lora.alpha=3", BASE, "lora.rank is 0"),
+        ("lora.targets=q_proj", BASE, "lora.rank is 0"),
+        ("learner.frozen_dtype=bfloat16", BASE, "no weight is frozen"),
+        ("chat.history=keep", BASE, "the template of a policy from scratch rewrites nothing"),
     ],
 )
 def test_a_key_that_does_nothing_is_a_fault(override: str, spec: str, why: str) -> None:
@@ -256,6 +265,9 @@ def test_a_key_is_not_inert_where_another_gives_it_a_meaning() -> None:
     assert faults_with("algo.length=50", "algo.name=dr_grpo") == []
     assert faults_with("warmup.demos=5", "warmup.steps=2") == []
     assert faults_with("learner.tis_cap=2", "train.old_logprob=trainer") == []
+    assert faults_with("lora.alpha=3", "lora.targets=q_proj,mlp.*", "lora.rank=4", "learner.frozen_dtype=bfloat16") == []
+    for pattern in ("learner.freeze=embed", "learner.train_only=*norm"):
+        assert faults_with("learner.frozen_dtype=bfloat16", pattern) == []
 
 
 def test_clipping_an_algorithm_without_a_bound_does_nothing_and_is_told() -> None:

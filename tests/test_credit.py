@@ -6,6 +6,7 @@ import pytest
 
 from jaxagent.algos.table import choose
 from jaxagent.credit import assign, training_rows
+from jaxagent.data.pack import Row
 from jaxagent.types import Group, Sample, StopReason, Trajectory
 
 
@@ -100,3 +101,46 @@ def test_a_worked_step_of_grpo() -> None:
     assert [r.advantage[1] for r in rows] == pytest.approx([1.095443, -0.730295, -0.730295, 1.095443, -0.730295], abs=2e-6)
     assert {w for r in rows for w in (*r.weight, *r.share)} == {0.5}
     assert idle == 0
+
+
+# ====================================================================== segments
+
+
+def segmented(rollout: int, *rewards: list[float], n: int = 2) -> list[Trajectory]:
+    """A rollout of one row for each list of rewards."""
+    rows = [row(rollout, each, n=n) for each in rewards]
+    for segment, made in enumerate(rows):
+        made.segment = segment
+        made.elsewhere = sum(sum(each) for each in rewards) - sum(rewards[segment])
+    return rows
+
+
+def test_the_segments_of_a_rollout_are_one_rollout_with_one_return_and_one_advantage() -> None:
+    two, whole = segmented(0, [0.25], [0.75, 0.0]), row(1, [0.0])
+    counted = assign([group("a", *two, whole)], choose("dr_grpo"))
+    assert counted == [*two, whole]
+    assert advantages(counted) == [[0.5], [0.5, 0.5], [-0.5]]
+
+
+@pytest.mark.parametrize("name", ["grpo", "dapo", "reinforce", "dr_grpo"])
+def test_a_rollout_in_segments_weighs_what_it_weighs_in_one_row(name: str) -> None:
+    algorithm = choose(name, length=16.0) if name == "dr_grpo" else choose(name)
+    others = [row(1, [0.0], n=3), row(2, [0.0], n=5)]
+    cut, _ = training_rows([group("a", *segmented(0, [0.25], [0.75, 0.0]), *others)], algorithm)
+    whole, _ = training_rows([group("a", row(0, [0.25, 0.75, 0.0]), *others)], algorithm)
+
+    def totals(rows: list[Row]) -> list[float]:
+        return [
+            sum(values[t] for r in rows for t in range(len(r.tokens)) if r.mask[t] for values in (getattr(r, key),))
+            for key in ("weight", "share", "advantage")
+        ]
+
+    assert totals(cut) == pytest.approx(totals(whole))
+    assert len(cut) == len(whole) + (len(cut) > 1)
+
+
+def test_a_segment_in_which_nothing_was_sampled_yet_changes_nothing() -> None:
+    rows = segmented(0, [1.0], [])
+    rows[1].feed([1, 1])
+    trained, _ = training_rows([group("a", *rows, row(1, [0.0]))], choose("dr_grpo", length=4.0))
+    assert [len(r.tokens) for r in trained] == [3, 3]

@@ -139,3 +139,15 @@ def test_an_evaluation_plays_the_first_tasks_of_its_split_the_same_every_time() 
     assert [(r.task, r.rollout) for r in rows] == [(f"parity/valid/{i}", g) for i in range(8) for g in range(3)]
     assert (table["n"], table["broken"]) == (7, 3)
     assert 0 < table["success"] < 1
+
+
+def test_the_segments_of_a_rollout_are_counted_once_with_all_their_turns() -> None:
+    first, second = row(0.5, turns=2), row(0.5)
+    first.elsewhere, second.elsewhere, second.segment = 0.5, 0.5, 1
+    other = row(0.0)
+    other.rollout = 1
+    table = summarise([[first, second, other]], 2)
+    assert (table["success"], table["turns"], table["reward"], table["n"], table["broken"]) == (0.5, 2.0, 0.5, 1, 0)
+    for segment in (first, second):
+        segment.stop = BROKEN
+    assert summarise([[first, second, other]], 2)["broken"] == 1

@@ -133,6 +133,13 @@ def test_a_signal_is_a_difference_between_rollouts_that_count_and_play_the_same_
     assert has_signal(Group("g", rows)) is signal
 
 
+def test_the_segments_of_a_rollout_are_no_difference_between_rollouts() -> None:
+    first, second = row(1.0), row(0.0)
+    first.elsewhere, second.elsewhere, second.segment = 0.0, 1.0, 1
+    assert not has_signal(Group("g", [first, second, row(1.0)]))
+    assert has_signal(Group("g", [first, second, row(0.0)]))
+
+
 @pytest.mark.parametrize("options", [{"prompts": 0}, {"rollouts": 1}, {"max_rounds": 0}, {"max_staleness": 1}])
 def test_options_that_cannot_work_are_refused(options: dict[str, int]) -> None:
     with pytest.raises(ValueError, match=rf"feed\.{next(iter(options))} must be"):

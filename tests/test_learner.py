@@ -32,7 +32,7 @@ PLAIN = OptimizerOptions(lr=1e-2, lr_final=1e-3, warmup_steps=0, b1=0.0, clip_no
 Gradient = dict[str, Any]
 
 
-def make(algorithm: str | Algorithm = "grpo", mesh: tuple[int, int, int] = (1, 1, 1), **options: Any) -> Learner:
+def make(algorithm: str | Algorithm = "grpo", mesh: tuple[int, ...] = (1, 1, 1), **options: Any) -> Learner:
     row = TABLE[algorithm] if isinstance(algorithm, str) else algorithm
     return Learner(CONFIG, tiny.params(CONFIG), tiny.mesh(*mesh), row, replace(OPTIONS, **options))
 
@@ -42,7 +42,7 @@ def learner() -> Callable[..., Learner]:
     """Makes learners, each kind once; they are compiled once and their weights put back."""
     known: dict[str, Learner] = {}
 
-    def get(algorithm: str = "grpo", mesh: tuple[int, int, int] = (1, 1, 1), **options: Any) -> Learner:
+    def get(algorithm: str = "grpo", mesh: tuple[int, ...] = (1, 1, 1), **options: Any) -> Learner:
         key = str((algorithm, mesh, options))
         if key not in known:
             known[key] = make(algorithm, mesh, **options)
@@ -202,8 +202,10 @@ def test_packed_rows_give_the_gradient_of_unpacked_ones(learner: Callable[..., L
     assert again == pytest.approx(metrics, rel=1e-4)
 
 
-@pytest.mark.parametrize("mesh", [(8, 1, 1), (2, 2, 2)], ids=["data", "data x fsdp x tensor"])
-def test_eight_devices_give_the_update_of_one(learner: Callable[..., Learner], mesh: tuple[int, int, int]) -> None:
+@pytest.mark.parametrize(
+    "mesh", [(8, 1, 1), (2, 2, 2), (2, 1, 2, 1, 2)], ids=["data", "data x fsdp x tensor", "data x tensor x context"]
+)
+def test_eight_devices_give_the_update_of_one(learner: Callable[..., Learner], mesh: tuple[int, ...]) -> None:
     rows = random_rows(8)
     one, eight = learner(), learner(mesh=mesh)
     want, metrics = gradient(one, one_per_row(rows, 8))
@@ -439,6 +441,14 @@ def test_a_gradient_that_is_not_finite_updates_nothing_and_is_counted(learner: C
 def test_rows_that_the_mesh_cannot_share_are_refused() -> None:
     with pytest.raises(ValueError, match=r"learner\.batch_rows=6 must be a multiple of mesh data x fsdp x expert = 4"):
         make(mesh=(2, 2, 1), batch_rows=6)
+
+
+def test_an_attention_that_cannot_run_here_is_refused_and_the_chosen_one_is_told() -> None:
+    with pytest.raises(ValueError, match="attention must be one of auto, xla, splash, cudnn, context, got 'flash'"):
+        LearnerOptions(attention="flash")
+    with pytest.raises(ValueError, match="attention=splash: its kernels are for TPUs and this is a cpu; here xla can"):
+        make(attention="splash")
+    assert make().attention.note == "attention xla: XLA on cpu with all scores of a row at once"
 
 
 def test_a_weight_that_the_mesh_cannot_cut_is_named() -> None:

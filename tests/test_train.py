@@ -364,6 +364,19 @@ def checkpoint(path: Path, vocab_size: int) -> Path:
     return path
 
 
+def chatml_files() -> dict[str, str]:
+    """A ChatML tokenizer of bytes, whose template only ever shows the last two messages."""
+    files = tokenizer_files()
+    for old, new in (("<system>", "<|im_start|>"), ("<eos>", "<|im_end|>")):
+        files = {name: text.replace(old, new) for name, text in files.items()}
+    settings = json.loads(files["tokenizer_config.json"])
+    settings["chat_template"] = (
+        "{% for m in messages[-2:] %}{{ '<|im_start|>' + m.role + m.content + m.tool_calls | d('') | string + '<|im_end|>' }}"
+        "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant' }}{% endif %}"
+    )
+    return {**files, "tokenizer_config.json": json.dumps(settings)}
+
+
 def test_a_missing_checkpoint_is_told(refused: Callable[..., str]) -> None:
     assert "nowhere: a Hugging Face checkpoint directory with config.json is wanted" in refused("init_from=/nowhere", spec=BASE)
 
@@ -379,6 +392,21 @@ def test_a_tokenizer_larger_than_the_vocabulary_is_told(refused: Callable[..., s
     assert "the tokenizer has 264 ids, the model's vocabulary only 200: they do not belong together" in refused(
         f"init_from={path}", spec=BASE
     )
+
+
+def test_a_chat_template_that_rewrites_what_was_said_is_told_before_anything_is_compiled(
+    refused: Callable[..., str], tmp_path: Path
+) -> None:
+    path = checkpoint(tmp_path / "chatml", vocab_size=9000)
+    for name, text in chatml_files().items():
+        (path / name).write_text(text)
+    said = refused(f"init_from={path}", spec=BASE)
+    assert f"{path}: the chat template rewrites what was said before once tool results follow" in said
+    assert "in turn 0 the token " in said
+    said = refused(f"init_from={path}", "chat.history=keep", spec=BASE)  # what is missing next: its weights
+    assert "rewrites" not in said
+    assert "safetensors" in said
+    assert "chat.history must be one of refuse, keep, segment; got 'lose'" in refused("chat.history=lose")
 
 
 def test_an_unknown_key_is_told_with_the_nearest_known_one(refused: Callable[..., str]) -> None:

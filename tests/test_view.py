@@ -202,6 +202,16 @@ def test_unfinished_run_counts_its_success_from_the_stored_episodes(tmp_path: Pa
     assert shown["pairs"] == []
 
 
+def test_the_segments_of_a_rollout_are_shown_apart_and_counted_once(tmp_path: Path) -> None:
+    first, second = episode("test/0"), episode("test/0")
+    first.elsewhere = second.elsewhere = 1.0
+    second.segment = 1
+    rows = [first, second, episode("test/1")]
+    shown = view.collect(write_run(tmp_path / "run", {"before": rows}, finished=False))
+    assert [item["role"] for item in shown["trajectories"]] == ["agent", "agent, segment 2", "agent"]
+    assert (shown["evaluations"]["before"]["success"], shown["evaluations"]["before"]["n"]) == (0.5, 2)
+
+
 def test_curves_count_training_steps_from_one_and_keep_gaps(finished: Path) -> None:
     shown = view.collect(finished)
     assert shown["x"] == [-1, 0, 1, 2, 3]

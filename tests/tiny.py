@@ -33,8 +33,8 @@ def params(decoder: DecoderConfig, seed: int = 0) -> Params:
     return params_of(policy(decoder, seed))[1]
 
 
-def mesh(data: int = 1, fsdp: int = 1, tensor: int = 1) -> DeviceMesh:
-    return DeviceMesh.build(data, fsdp, tensor)
+def mesh(data: int = 1, fsdp: int = 1, tensor: int = 1, expert: int = 1, context: int = 1) -> DeviceMesh:
+    return DeviceMesh.build(data, fsdp, tensor, expert, context)
 
 
 def tokens(decoder: DecoderConfig, *shape: int, seed: int = 0) -> np.ndarray:

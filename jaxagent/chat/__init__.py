@@ -1,1 +1,1 @@
-"""Messages to tokens and back. One file per family holds its template and its tool-call parser together."""
+"""Messages to tokens and back. The checkpoint's own template renders; one small file per family says what it leaves open."""

@@ -33,11 +33,14 @@ class PlainTemplate:
     def prompt(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[int]:
         return self.extend(messages)
 
-    def extend(self, messages: Sequence[Message], *, closed: bool = True) -> list[int]:
+    def extend(self, messages: Sequence[Message], *, closed: bool = True, after: Message | None = None) -> list[int]:
         ids: list[int] = []
         for message in messages:
             ids += [_HEADER[message.role], *message.content.encode()]
         return [*ids, TURN]
+
+    def restart(self, told: Sequence[Message], messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[int]:
+        return []  # it never rewrites
 
     def turn(self, message: Message) -> list[int]:
         if not message.calls:

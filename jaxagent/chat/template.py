@@ -22,10 +22,19 @@ class Template(Protocol):
         """The ids of a dialogue's beginning, up to and with the header after which the policy writes."""
         ...
 
-    def extend(self, messages: Sequence[Message], *, closed: bool = True) -> list[int]:
+    def extend(self, messages: Sequence[Message], *, closed: bool = True, after: Message | None = None) -> list[int]:
         """The ids that follow a sampled turn: what closes it, the new messages, and the next header.
 
-        `closed` is false where the turn ran out of budget before its stop token.
+        Args:
+            closed: false where the turn ran out of budget before its stop token.
+            after: the turn as it was read, for families whose tool results name the call that they answer.
+        """
+        ...
+
+    def restart(self, told: Sequence[Message], messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[int]:
+        """The ids of a new segment, where appending `messages` to `told` would rewrite it and a segment is what was chosen.
+
+        Nothing where the conversation is to be extended.
         """
         ...
 
@@ -51,7 +60,7 @@ def render(template: Template, messages: Sequence[Message], tools: Sequence[Tool
     while at < len(messages):
         turn = template.turn(messages[at])
         until = next((i for i in range(at + 1, len(messages)) if messages[i].role == "assistant"), len(messages))
-        observation = template.extend(messages[at + 1 : until]) if until > at + 1 else []
+        observation = template.extend(messages[at + 1 : until], after=messages[at]) if until > at + 1 else []
         ids += [*turn, *observation]
         mask += [True] * len(turn) + [False] * len(observation)
         at = until

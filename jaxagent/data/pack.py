@@ -22,6 +22,7 @@ class Row:
     advantage: Sequence[float]  # one per token
     weight: Sequence[float]  # one per token
     share: Sequence[float]  # one per token
+    routing: np.ndarray | None = None  # [tokens - 1, L, k], the experts that the sampler took
 
 
 @dataclass
@@ -37,14 +38,20 @@ class Batch:
     advantage: np.ndarray
     weight: np.ndarray
     share: np.ndarray
+    routing: np.ndarray | None = None  # [M, T, L, k]; -1 leaves the choice to the router
 
     @classmethod
     def empty(cls, rows: int, row_tokens: int) -> Batch:
         dtypes = {"tokens": np.int32, "segment": np.int32, "position": np.int32, "mask": np.bool_}
-        return cls(**{f.name: np.zeros((rows, row_tokens), dtypes.get(f.name, np.float32)) for f in fields(cls)})
+        names = [f.name for f in fields(cls) if f.name != "routing"]
+        return cls(**{name: np.zeros((rows, row_tokens), dtypes.get(name, np.float32)) for name in names})
+
+    def route(self, layers: int, per_token: int) -> None:
+        """Makes room for recorded experts; none is recorded yet."""
+        self.routing = np.full((*self.tokens.shape, layers, per_token), -1, np.int16)
 
     def arrays(self) -> dict[str, np.ndarray]:
-        return dict(self.__dict__)
+        return {name: array for name, array in self.__dict__.items() if array is not None}
 
 
 def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]]:
@@ -93,6 +100,11 @@ def _place(batch: Batch, m: int, at: int, segment: int, row: Row) -> int:
     batch.mask[m, span] = row.mask
     for name in ("logprob", "advantage", "weight", "share"):
         getattr(batch, name)[m, span] = np.where(row.mask, getattr(row, name), 0.0)
+    if row.routing is not None:
+        if batch.routing is None:
+            batch.route(*row.routing.shape[1:])
+        assert batch.routing is not None
+        batch.routing[m, at : at + len(row.routing)] = row.routing
     return at + n
 
 

@@ -44,6 +44,7 @@ class EngineOptions:
     stop_tokens: int = 4  # most stop ids of a request
     linger: float = 0.3  # longest wait for company, as a share of a decode call
     dtype: str = "float32"  # of the sampler's weights and cache
+    record_routing: bool = False  # a mixture's experts are recorded for every token, so that training can take the same
 
     def __post_init__(self) -> None:
         if self.slot_tokens % self.chunk:
@@ -76,7 +77,9 @@ class Engine:
         self.options = o = options
         self.table = SlotTable(o.slots, o.slot_tokens, o.fork_min_tokens)
         dtype = jnp.dtype(o.dtype)
-        self._steps = make_steps(config, dtype=dtype, chunk=o.chunk, decode_tokens=o.decode_tokens, mesh=mesh)
+        self._steps = make_steps(
+            config, dtype=dtype, chunk=o.chunk, decode_tokens=o.decode_tokens, mesh=mesh, record_routing=o.record_routing
+        )
         self._cache = mesh.place(new_cache(config, o.slots, o.slot_tokens, dtype), (None, "kv_heads"))
         self._rows = mesh.place(new_rows(o.slots, o.stop_tokens))
         skeleton = nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0)))
@@ -192,10 +195,11 @@ class Engine:
     def _tick(self) -> None:
         began = time.monotonic()
         self._prefill()
-        self._cache, self._rows, tokens, logprobs = self._steps.decode(self._params, self._cache, self._rows, self._armed)
+        decoded = self._steps.decode(self._params, self._cache, self._rows, self._armed)
+        self._cache, self._rows, tokens, logprobs, routing = decoded
         self._armed = self._no_arming()
         tokens_CN, logprobs_CN = np.asarray(tokens), np.asarray(logprobs)
-        self._collect(tokens_CN, logprobs_CN)
+        self._collect(tokens_CN, logprobs_CN, None if routing is None else np.asarray(routing))
         self._segment_s = time.monotonic() - began
         self._stats.busy_s += self._segment_s
         self._stats.decode_calls += 1
@@ -220,7 +224,13 @@ class Engine:
         for i, (row, tokens) in enumerate(work):
             slot_R[i], start_R[i], count_R[i] = row.slot, row.cached, len(tokens)
             token_RA[i, : len(tokens)] = tokens
-        self._cache = self._steps.append(self._params, self._cache, slot_R, token_RA, start_R, count_R)
+        self._cache, routing = self._steps.append(self._params, self._cache, slot_R, token_RA, start_R, count_R)
+        if routing is not None:
+            routing_RA = np.asarray(routing)
+            for i, (row, tokens) in enumerate(work):
+                row.routing.append(routing_RA[i, : len(tokens)])
+                if not row.turns_done:
+                    row.prompt_routing.append(row.routing[-1])
         self._stats.append_calls += 1
         self._stats.prefilled += int(count_R.sum())
 
@@ -233,6 +243,7 @@ class Engine:
             src_R[i], dst_R[i] = row.source.slot, row.slot
             longest = max(longest, row.cached)
             self._stats.forked += row.cached
+            row.routing = list(row.source.prompt_routing)
             row.source = None
         self._cache = self._steps.fork(self._cache, src_R, dst_R, self._fork_length(longest))
 
@@ -266,7 +277,7 @@ class Engine:
         rows = {name: np.zeros(old.shape, old.dtype) for name, old in self._rows.items()}
         return {"mask": np.zeros(self.options.slots, bool), **rows}
 
-    def _collect(self, tokens_CN: np.ndarray, logprobs_CN: np.ndarray) -> None:
+    def _collect(self, tokens_CN: np.ndarray, logprobs_CN: np.ndarray, routing_CN: np.ndarray | None) -> None:
         """Hands the emitted tokens to their rows and answers the turns that ended."""
         answers: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Future, Sample]]] = {}
         counts = (tokens_CN >= 0).sum(axis=1).tolist()
@@ -278,6 +289,8 @@ class Engine:
             row.tokens += tokens[row.slot][:n]
             row.logprobs += logprobs[row.slot][:n]
             row.versions += [self._version] * n
+            if routing_CN is not None:
+                row.routing.append(routing_CN[row.slot, :n])
             self._stats.sampled += n
             stopped = row.tokens[-1] in row.request.stop
             if stopped or len(row.tokens) == row.request.sampling.max_tokens:
@@ -292,8 +305,10 @@ class Engine:
         row.request = row.ticket = None
         row.known += len(row.tokens)
         row.pending = row.tokens[-1]
+        row.turns_done += 1
         self._stats.turns += 1
-        return Sample(row.tokens, row.logprobs, row.versions, stopped, request.start, list(request.tokens))
+        routing = np.concatenate(row.routing) if row.routing else None
+        return Sample(row.tokens, row.logprobs, row.versions, stopped, request.start, list(request.tokens), routing)
 
     # ------------------------------------------------------------------ what callers post
 
@@ -327,7 +342,7 @@ class Engine:
         none = np.zeros(rows, np.int32)
         for bucket in self.options.append_tokens:
             empty = np.zeros((rows, bucket), np.int32)
-            self._cache = self._steps.append(self._params, self._cache, none, empty, none, none)
+            self._cache, _ = self._steps.append(self._params, self._cache, none, empty, none, none)
         if self.options.fork_min_tokens <= self.options.slot_tokens:
             nowhere = np.full(rows, self.options.slots, np.int32)
             length = 0

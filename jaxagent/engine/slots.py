@@ -32,6 +32,9 @@ class Row:
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     source: Row | None = None  # the row whose cache this one forks before its first turn
+    turns_done: int = 0
+    routing: list[Any] = field(default_factory=list)  # recorded experts of this turn's tokens, in pieces
+    prompt_routing: list[Any] = field(default_factory=list)  # those of the prompt's cached tokens, for who forks them
 
 
 class SlotTable:
@@ -97,7 +100,7 @@ class SlotTable:
         row.known += len(request.tokens)
         row.pending = request.tokens[-1]
         row.request, row.ticket = request, ticket
-        row.tokens, row.logprobs, row.versions = [], [], []
+        row.tokens, row.logprobs, row.versions, row.routing = [], [], [], []
         self.begun.append(row)
 
     def take_begun(self) -> list[Row]:

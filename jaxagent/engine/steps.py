@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -17,7 +18,9 @@ from jaxtyping import Array, Int
 
 from jaxagent.engine.cache import Cache, attend_slots, copy_prefix
 from jaxagent.engine.sampling import sample, uniforms
+from jaxagent.models.adapters import merged, unadapted
 from jaxagent.models.layers import rms_norm
+from jaxagent.models.moe import mix_experts
 from jaxagent.models.transformer import Decoder, DecoderConfig, Params, embed, head_logits, head_table, unstack
 from jaxagent.sharding import DeviceMesh
 
@@ -44,28 +47,38 @@ class Steps:
     """The jitted programs of one engine; shapes are fixed by the arguments they are first called with."""
 
     publish: Callable[..., Params]
-    append: Callable[..., Cache]
+    append: Callable[..., tuple[Cache, Array | None]]
     fork: Callable[..., Cache]
-    decode: Callable[..., tuple[Cache, Rows, Array, Array]]
+    decode: Callable[..., tuple[Cache, Rows, Array, Array, Array | None]]
 
 
-def make_steps(config: DecoderConfig, *, dtype: jnp.dtype, chunk: int, decode_tokens: int, mesh: DeviceMesh) -> Steps:
-    """Builds the programs for a decoder on one replica. `chunk` and `decode_tokens` are static; every other choice is data."""
-    block_graph = nnx.split(nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0)).blocks))[0]
+def make_steps(
+    config: DecoderConfig, *, dtype: jnp.dtype, chunk: int, decode_tokens: int, mesh: DeviceMesh, record_routing: bool = False
+) -> Steps:
+    """Builds the programs for a decoder on one replica. `chunk` and `decode_tokens` are static; every other choice is data.
 
-    def forward(params: Params, cache: Cache, token_BT: Array, pos_BT: Array, attend: Any) -> tuple[Array, Cache]:
+    Adapters are merged when weights are published: decoding costs what it does without them. With `record_routing`, append
+    and decode also return the experts of every fed token, int16 [..., L, k].
+    """
+    block_graph = nnx.split(nnx.eval_shape(lambda: Decoder(unadapted(config), nnx.Rngs(0)).blocks))[0]
+
+    mix = partial(mix_experts, spec=config.mixture, mesh=mesh) if config.experts else None
+
+    def forward(params: Params, cache: Cache, token_BT: Array, pos_BT: Array, attend: Any) -> tuple[Array, Cache, Array | None]:
         ropes = config.rotations(pos_BT)
-        x, grown = embed(params["embed"], token_BT, config), []
+        x, grown, chosen = embed(params["embed"], token_BT, config), [], []
         for i, (weights, layer) in enumerate(zip(params["blocks"], cache, strict=True)):
-            x, layer, _ = nnx.merge(block_graph, weights)(x, ropes, attend, layer, config.slides(i), mesh)
+            x, layer, routing = nnx.merge(block_graph, weights)(x, ropes, attend, layer, config.slides(i), mix)
             # Said here, or XLA cuts replicated key heads for the loop and gathers the whole cache after every call.
             keys, values = (mesh.constrain(part, (None, "kv_heads", None, None)) for part in layer)
             grown.append((keys, values))
-        return x, tuple(grown)
+            if record_routing and routing is not None:
+                chosen.append(routing.experts_BTk.astype(jnp.int16))
+        return x, tuple(grown), jnp.stack(chosen, axis=2) if chosen else None
 
     def publish(params: Params) -> Params:
         # A real copy: an output that is its own input would die when the learner donates its weights.
-        return unstack(jax.tree.map(lambda w: jnp.array(w, dtype, copy=True), params), config.layers)
+        return unstack(jax.tree.map(lambda w: jnp.array(w, dtype, copy=True), merged(params, config)), config.layers)
 
     def append(
         params: Params,
@@ -74,30 +87,35 @@ def make_steps(config: DecoderConfig, *, dtype: jnp.dtype, chunk: int, decode_to
         token_RA: Int[Array, "R A"],
         start_R: Int[Array, "R"],
         count_R: Int[Array, "R"],
-    ) -> Cache:
+    ) -> tuple[Cache, Array | None]:
         ahead = jnp.arange(token_RA.shape[1])
         valid_RA = ahead < count_R[:, None]
         pos_RA = jnp.where(valid_RA, start_R[:, None] + ahead, 0)
-        return forward(params, cache, token_RA, pos_RA, attend_slots(slot_R, pos_RA, valid_RA, chunk, config.attention))[1]
+        attend = attend_slots(slot_R, pos_RA, valid_RA, chunk, config.attention)
+        return forward(params, cache, token_RA, pos_RA, attend)[1:]
 
-    def decode(params: Params, cache: Cache, rows: Rows, armed: Rows) -> tuple[Cache, Rows, Array, Array]:
+    def decode(params: Params, cache: Cache, rows: Rows, armed: Rows) -> tuple[Cache, Rows, Array, Array, Array | None]:
         rows = arm(rows, armed)
         slots = rows["token"].shape[0]
         u_CN = uniforms(rows["key"], rows["pos"][:, None] + 1 + jnp.arange(decode_tokens))
-        emitted = jnp.full((slots, decode_tokens), -1, jnp.int32), jnp.zeros((slots, decode_tokens), jnp.float32)
+        shape = slots, decode_tokens
+        routed = jnp.zeros((*shape, config.layers, config.experts_per_token), jnp.int16) if record_routing else None
+        emitted = jnp.full(shape, -1, jnp.int32), jnp.zeros(shape, jnp.float32), routed
 
-        def step(i: Array, carry: tuple[Cache, Rows, Array, Array]) -> tuple[Cache, Rows, Array, Array]:
-            cache, rows, tokens, logprobs = carry
+        def step(i: Array, carry: tuple[Cache, Rows, Array, Array, Any]) -> tuple[Cache, Rows, Array, Array, Any]:
+            cache, rows, tokens, logprobs, routed = carry
             live = rows["live"]
             pos = jnp.where(live, rows["pos"], 0)[:, None]
             attend = attend_slots(None, pos, live[:, None], chunk, config.attention)
-            x, cache = forward(params, cache, rows["token"][:, None], pos, attend)
+            x, cache, routing = forward(params, cache, rows["token"][:, None], pos, attend)
             hidden = rms_norm(x[:, 0], params["norm"], config.norm_eps, config.plus_one_norms)
             logits = head_logits(head_table(params, config), hidden, config)
             token, logprob = sample(logits, u_CN[:, i], rows["temperature"], rows["top_k"], rows["top_p"])
             tokens = tokens.at[:, i].set(jnp.where(live, token, -1))
             logprobs = logprobs.at[:, i].set(jnp.where(live, logprob, 0.0))
-            return cache, advance(rows, token), tokens, logprobs
+            if routing is not None:
+                routed = routed.at[:, i].set(routing[:, 0])
+            return cache, advance(rows, token), tokens, logprobs, routed
 
         return jax.lax.fori_loop(0, decode_tokens, step, (cache, rows, *emitted))
 

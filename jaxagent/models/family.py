@@ -1,7 +1,6 @@
 """What the config.json and the tensors of all families share; a family's own file adds what is peculiar to it.
 
-A family is a module with `DEFAULTS` (model type -> what its config.json may leave out), `from_hf`, `to_hf`, `layer_tensors`
-and `top_tensors`; hf.py calls them.
+What a family must offer stands at the top of hf.py.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ def read(c: dict[str, Any], rope: Mapping[str, Any] | None = None, **peculiar: A
         "width": c["hidden_size"],
         "layers": c["num_hidden_layers"],
         "heads": heads,
-        "kv_heads": c.get("num_key_value_heads") or heads,
+        "kv_heads": c.get("num_key_value_heads", heads),
         "head_width": c.get("head_dim") or c["hidden_size"] // heads,
         "ffn_width": c["intermediate_size"],
         "rope_theta": float(rope.get("rope_theta") or c.get("rope_theta") or 10000.0),

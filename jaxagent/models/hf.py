@@ -1,26 +1,43 @@
 """Hugging Face checkpoint directories in and out: config.json and safetensors, one file or shards with an index.
 
-Import and export are the identity on every tensor. A missing or unknown tensor is an error that names it.
+Import and export are the identity on every tensor. Both stream: a tensor goes from its file to the devices that hold it, in
+the dtype it is stored in, and is transposed and cast there. The host never holds more than a few tensors, a device never
+more than its part of the weights and of one tensor. A missing or unknown tensor is an error that names it, before any
+device holds anything.
+
+A family is a module with
+
+  from_hf(config.json) -> DecoderConfig      to_hf(DecoderConfig) -> config.json
+  layer_tensors(config), top_tensors(config) -> rows (their name, our name, layout), see layouts.py.
+      A layer's names come after "model.layers.<i>."; "{expert}" in one stands for 0 ... experts-1, stacked in ours after the
+      layers: [L, E, ...].
+  PREFIXES, where checkpoints of it come with several names: a prefix -> what it is replaced by, or None for tensors that are
+      not read; the longest that fits counts.
 """
 
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Mapping
+import logging
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 from flax import nnx
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
+from flax.traverse_util import flatten_dict, unflatten_dict
+from jax.experimental import multihost_utils
 
 from jaxagent.models import gemma, llama, mistral, qwen
-from jaxagent.models.transformer import Decoder, DecoderConfig, Params, params_of
+from jaxagent.models.layouts import Layout
+from jaxagent.models.stream import Stream, Weight, fetched, pieces
+from jaxagent.models.tensor_files import CODES, DTYPES, TensorFiles, write_files, write_text
+from jaxagent.models.transformer import Decoder, DecoderConfig, logical_axes, params_of
+from jaxagent.sharding import DeviceMesh
 
 FAMILIES: Mapping[str, ModuleType] = {
     **dict.fromkeys(("qwen2", "qwen3", "qwen3_moe"), qwen),
@@ -30,11 +47,15 @@ FAMILIES: Mapping[str, ModuleType] = {
 }
 # Tensors that some checkpoints carry and that hold nothing of their own.
 _IGNORED = ("rotary_emb.inv_freq",)
-_DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 _TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "merges.txt", "chat_template.jinja", "generation_config.json"),
 )
+
+_log = logging.getLogger(__name__)
+
+
+# ---------------------------------------------------------------------- config.json
 
 
 def read_config(path: str | Path) -> DecoderConfig:
@@ -46,124 +67,176 @@ def read_config(path: str | Path) -> DecoderConfig:
         hf = json.loads((path / "config.json").read_text())
     except ValueError as error:
         raise ValueError(f"{path}/config.json is not JSON: {error}") from None
-    family = FAMILIES.get(hf.get("model_type"))
+    if not isinstance(hf, dict):
+        raise ValueError(f"{path}/config.json: a JSON object is wanted, got {type(hf).__name__}")
+    family = FAMILIES.get(str(hf.get("model_type")))
     if family is None:
         raise ValueError(f"{path}: model_type {hf.get('model_type')!r} is not supported; supported are {', '.join(FAMILIES)}")
+    text = hf.get("text_config")  # where a multimodal checkpoint says what its decoder is
+    for part in (hf, text if isinstance(text, dict) else {}):
+        if quantised := part.get("quantization_config"):
+            method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
+            raise ValueError(
+                f"{path}/config.json: quantization_config ({method}): quantised checkpoints are not supported; take the one in "
+                f"{', '.join(DTYPES)}"
+            )
     try:
         return family.from_hf(hf)
     except KeyError as error:
         raise ValueError(f"{path}/config.json: missing field {error}") from None
+    except (TypeError, AttributeError, ArithmeticError) as error:
+        raise ValueError(f"{path}/config.json: a field has a value of the wrong kind: {error}") from None
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
 
 
-def load(path: str | Path) -> Decoder:
-    """A policy from a checkpoint directory, its weights in float32."""
-    path = Path(path)
-    config = read_config(path)
-    tensors = _read_tensors(path)
-    graph, shapes = params_of(nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0))))
-    layer_shapes = {name: weight.shape[1:] for name, weight in shapes.pop("blocks").items()}
-    top_shapes = {name: weight.shape for name, weight in shapes.items()}
+# ---------------------------------------------------------------------- which tensors fill which weight
+
+
+def _weights(config: DecoderConfig, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Weight]:
+    """Every weight by its dotted name, from the tables of its family."""
     family = FAMILIES[config.family]
-    table = family.layer_tensors(config)
-    layers = [_take(tensors, table, f"model.layers.{i}.", layer_shapes, path) for i in range(config.layers)]
-    params: Params = _take(tensors, family.top_tensors(config), "", top_shapes, path)
-    params["blocks"] = {name: jnp.stack([layer[name] for layer in layers]) for name in layers[0]}
-    if config.tied_head:
-        tensors.pop("lm_head.weight", None)  # a copy of the embedding
-    unknown = [name for name in tensors if not name.endswith(_IGNORED)]
+    found: dict[str, Weight] = {}
+    layers, experts = range(config.layers), range(config.experts)
+    rows = [(theirs, "blocks." + ours, layout, True) for theirs, ours, layout in family.layer_tensors(config)]
+    rows += [(*row, False) for row in family.top_tensors(config)]
+    for theirs, ours, layout, layered in rows:
+        names: Any = [f"model.layers.{i}.{theirs}" for i in layers] if layered else theirs
+        if "{expert}" in theirs:
+            names = [[name.replace("{expert}", str(e)) for e in experts] for name in names]
+        names = np.array(names, object)
+        shape = shapes.get(ours, ())
+        if ours in found or shape[: names.ndim] != names.shape:
+            raise ValueError(
+                f"{family.__name__}: {theirs!r} cannot fill {ours!r} of shape {shape}, it is {names.shape} tensors"
+            )
+        found[ours] = Weight(names, Layout(layout, shape[names.ndim :]))
+    if rest := sorted(shapes.keys() - found.keys()):
+        raise ValueError(f"{family.__name__}: no tensor fills {rest[0]!r}; its tables must name every weight of the decoder")
+    return found
+
+
+def _find(files: TensorFiles, config: DecoderConfig, weights: Iterable[Weight]) -> dict[str, str]:
+    """The name in the files of every tensor that is wanted, all of them checked, and none left over."""
+    family = FAMILIES[config.family]
+    found = _canonical(files, getattr(family, "PREFIXES", {}))
+    used = set()
+    for weight in weights:
+        for name in weight.names.flat:
+            if name not in found:
+                some = ", ".join(sorted({tensor.file for tensor in files.tensors.values()})[:3])
+                raise ValueError(f"{files.path}: tensor {name!r} is missing; looked for in {some}")
+            stored = files.tensors[found[name]]
+            where = f"{files.path}/{stored.file}: tensor {found[name]!r}"
+            if stored.code not in CODES:
+                raise ValueError(
+                    f"{where} is stored as {stored.code}, read are {', '.join(CODES)}; quantised ones are not supported"
+                )
+            if stored.shape != weight.layout.stored:
+                raise ValueError(f"{where} has shape {stored.shape}, by config.json it should have {weight.layout.stored}")
+            used.add(name)
+    copies = {"lm_head.weight"} if config.tied_head else set()  # of the embedding
+    unknown = [theirs for name, theirs in found.items() if name not in used | copies and not name.endswith(_IGNORED)]
     if unknown:
-        raise ValueError(f"{path}: {len(unknown)} tensors have no place in {config.family}, the first is {unknown[0]!r}")
-    return nnx.merge(graph, params)
+        first = f"{unknown[0]!r} in {files.tensors[unknown[0]].file}"
+        raise ValueError(f"{files.path}: {len(unknown)} tensors have no place in {config.family}, the first is {first}")
+    return found
 
 
-def save(policy: Decoder, path: str | Path, *, dtype: str = "float32", tokenizer: str | Path | None = None) -> None:
-    """Writes config.json and model.safetensors, which transformers loads.
+def _canonical(files: TensorFiles, prefixes: Mapping[str, str | None]) -> dict[str, str]:
+    """Canonical names -> names in the files; tensors that the family drops are told and left out."""
+    found: dict[str, str] = {}
+    dropped: Counter[str] = Counter()
+    for theirs in files.tensors:
+        prefix = max((p for p in prefixes if theirs.startswith(p)), key=len, default="")
+        instead = prefixes.get(prefix, "")
+        if instead is None:
+            dropped[prefix] += 1
+            continue
+        name = instead + theirs.removeprefix(prefix)
+        if name in found:
+            raise ValueError(f"{files.path}: tensors {found[name]!r} and {theirs!r} are both {name!r}")
+        found[name] = theirs
+    if dropped:
+        told = ", ".join(f"{count} of {prefix}*" for prefix, count in dropped.items())
+        _log.warning("%s: %d tensors are not for the decoder and are left out: %s", files.path, dropped.total(), told)
+    return found
+
+
+# ---------------------------------------------------------------------- in and out
+
+
+def load(path: str | Path, mesh: DeviceMesh | None = None, dtype: str = "float32") -> Decoder:
+    """A policy from a checkpoint directory, each weight on the devices that hold it.
+
+    Every process of a mesh over several hosts calls this and reads what its own devices need. The host's buffers hold at most
+    512 MiB or half of the largest file, whichever is less, or one tensor (of experts: one for each part of the mesh that
+    holds some).
 
     Args:
-        dtype: float32, bfloat16 or float16, of the stored tensors.
-        tokenizer: a checkpoint directory whose tokenizer files are copied.
+      mesh: the weights are placed by the table of sharding.py; none leaves them on the default device.
+      dtype: float32, bfloat16 or float16, of the weights; the stored dtype may be another, and differ between tensors.
+
+    Raises ValueError for whatever is missing, unknown, of another shape or dtype, or cannot be cut by the mesh.
     """
+    _check_dtype(dtype)
     path = Path(path)
-    path.mkdir(parents=True, exist_ok=True)
-    config, family = policy.config, FAMILIES[policy.config.family]
-    params = params_of(policy)[1]
-    tensors = _give(params, family.top_tensors(config), "")
-    for i in range(config.layers):
-        layer = {name: stacked[i] for name, stacked in params["blocks"].items()}
-        tensors |= _give(layer, family.layer_tensors(config), f"model.layers.{i}.")
-    stored = {name: np.ascontiguousarray(tensor.astype(_DTYPES[dtype])) for name, tensor in tensors.items()}
-    save_file(stored, path / "model.safetensors", metadata={"format": "pt"})
-    (path / "config.json").write_text(json.dumps({**family.to_hf(config), "dtype": dtype}, indent=2) + "\n")
-    if tokenizer:
-        for name in _TOKENIZER_FILES:
-            if (source := Path(tokenizer) / name).is_file():
+    config = read_config(path)
+    skeleton = nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0)))
+    graph, shapes = params_of(skeleton)
+    flat = flatten_dict(shapes, sep=".")
+    shardings: Mapping[str, Any] = dict.fromkeys(flat)
+    if mesh is not None:
+        mesh.check(shapes, logical_axes(skeleton))
+        shardings = flatten_dict(mesh.shardings(logical_axes(skeleton), shapes), sep=".")
+    weights = _weights(config, {name: x.shape for name, x in flat.items()})
+    with TensorFiles(path) as files:
+        stream = Stream(files, _find(files, config, weights.values()))
+        params = {name: stream.fill(weight, shardings[name], jnp.dtype(dtype)) for name, weight in weights.items()}
+        jax.block_until_ready(params)
+    return nnx.merge(graph, unflatten_dict(params, sep="."))
+
+
+def save(
+    policy: Decoder,
+    path: str | Path,
+    *,
+    dtype: str = "float32",
+    tokenizer: str | Path | None = None,
+    max_shard_bytes: int = 5_000_000_000,
+) -> None:
+    """Writes config.json and model.safetensors, or shards with an index, which transformers loads.
+
+    One tensor at a time comes from the devices. Over several hosts every process calls this with the same arguments; the first
+    one writes.
+
+    Args:
+      dtype: float32, bfloat16 or float16, of the stored tensors.
+      tokenizer: a checkpoint directory whose tokenizer files are copied.
+      max_shard_bytes: of the tensors in one file.
+    """
+    _check_dtype(dtype)
+    path = Path(path)
+    config = policy.config
+    params = flatten_dict(params_of(policy)[1], sep=".")
+    weights = _weights(config, {name: x.shape for name, x in params.items()})
+    parts = {name: weight.parts(getattr(params[name], "sharding", None)) for name, weight in weights.items()}
+    if jax.process_index() == 0:
+        shapes = {tensor: weights[name].layout.stored for name, _, _, names in pieces(weights, parts) for tensor in names}
+        path.mkdir(parents=True, exist_ok=True)
+        write_files(path, shapes, fetched(params, weights, parts, dtype), dtype, max_shard_bytes)
+        text = json.dumps({**FAMILIES[config.family].to_hf(config), "dtype": dtype}, indent=2) + "\n"
+        write_text(path / "config.json", text)
+        for name in _TOKENIZER_FILES if tokenizer else ():
+            if (source := Path(tokenizer or "") / name).is_file():
                 (path / name).write_bytes(source.read_bytes())
+    else:
+        for _ in fetched(params, weights, parts, dtype):  # takes part in gathering
+            pass
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(f"saved {path}")
 
 
-def _read_tensors(path: Path) -> dict[str, np.ndarray]:
-    """All tensors of a directory by name, from one file or from the shards that the index names."""
-    index, files = path / "model.safetensors.index.json", ["model.safetensors"]
-    if index.is_file() and not (path / files[0]).is_file():
-        files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    tensors: dict[str, np.ndarray] = {}
-    for name in files:
-        if not (path / name).is_file():
-            raise ValueError(f"{path}: {name} is missing")
-        try:
-            with safe_open(path / name, framework="numpy") as file:
-                tensors |= {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a dict)
-        except SafetensorError as error:
-            raise ValueError(f"{path}: {name} cannot be read as safetensors: {error}") from None
-    return tensors
-
-
-def _take(
-    tensors: dict[str, np.ndarray],
-    table: tuple[tuple[str, str, str], ...],
-    prefix: str,
-    shapes: Mapping[str, tuple[int, ...]],
-    path: Path,
-) -> Params:
-    """Moves the tensors of a table out of the checkpoint's, in our layout and shapes."""
-    taken = {}
-    for theirs, ours, layout in table:
-        name, shape = prefix + theirs, shapes[ours]
-        if name not in tensors:
-            raise ValueError(f"{path}: tensor {name!r} is missing")
-        tensor = tensors.pop(name)
-        if tensor.shape != (wanted := _their_shape(shape, layout)):
-            raise ValueError(f"{path}: tensor {name!r} has shape {tensor.shape}, by config.json it should have {wanted}")
-        taken[ours] = jnp.asarray(_to_ours(tensor.astype(np.float32), layout, shape))
-    return taken
-
-
-def _give(params: Mapping[str, Any], table: tuple[tuple[str, str, str], ...], prefix: str) -> dict[str, np.ndarray]:
-    return {prefix + theirs: _to_theirs(np.asarray(params[ours]), layout) for theirs, ours, layout in table}
-
-
-# torch stores [out, in]; we store [in, out] with the heads apart. The layouts that tables name:
-#   as_is         the same
-#   transposed    [F, D] there, [D, F] here
-#   into_heads    [N H, D] there, [D, N, H] here
-#   out_of_heads  [D, N H] there, [N, H, D] here
-#   heads         [N H] there, [N, H] here
-
-
-def _their_shape(shape: tuple[int, ...], layout: str) -> tuple[int, ...]:
-    """The shape that a tensor of our shape has in a checkpoint."""
-    return {
-        "as_is": shape,
-        "transposed": shape[::-1],
-        "into_heads": (math.prod(shape[1:]), shape[0]),
-        "out_of_heads": (shape[-1], math.prod(shape[:-1])),
-        "heads": (math.prod(shape),),
-    }[layout]
-
-
-def _to_ours(x: np.ndarray, layout: str, shape: tuple[int, ...]) -> np.ndarray:
-    return (x if layout in ("as_is", "heads") else x.T).reshape(shape)
-
-
-def _to_theirs(x: np.ndarray, layout: str) -> np.ndarray:
-    theirs = _their_shape(x.shape, layout)
-    return x.reshape(theirs) if layout in ("as_is", "heads") else x.reshape(theirs[::-1]).T
+def _check_dtype(dtype: str) -> None:
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")

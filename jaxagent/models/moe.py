@@ -346,7 +346,7 @@ def grouped_dot(
     Native is `jax.lax.ragged_dot`, a kernel of its own on TPU. On CPU, and on GPU unless flags that are still experimental
     find a cuDNN plan, XLA rewrites it into a masked product over all E groups, with E copies of x: for M = 8192, D = 512,
     F = 256, E = 64 that took 1.4 s and 1 GiB on two CPU cores, where one matmul of that size takes 15 ms. Elsewhere than on
-    TPU rows are therefore multiplied in blocks, at most MAX_BLOCK rows of one group at a time: 50 ms and 8 MiB.
+    TPU rows are therefore multiplied in blocks, at most MAX_BLOCK rows of one group at a time: 50 ms and 24 MiB.
     """
     if jax.default_backend() == "tpu" if native is None else native:
         # What a kernel leaves in rows of no group is nobody's promise: zero, both ways.

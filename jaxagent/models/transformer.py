@@ -7,13 +7,15 @@ over them, the engine slices them once per publish (`unstack`).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxagent.models.attention import Attend, AttentionSpec, dot, packed, soft_cap
 from jaxagent.models.layers import ACTIVATIONS, constant, look_up, project, rms_norm, weight
@@ -23,6 +25,7 @@ from jaxagent.models.rope import PLAIN, RopeScaling, Rotation, rotary, rotate
 from jaxagent.sharding import DeviceMesh
 
 Params = dict[str, Any]
+Mix = Callable[[Array, ExpertWeights], tuple[Array, Routing]]
 
 
 def _all_but_gathered(primitive: Any, *_: Any, **__: Any) -> bool:
@@ -48,6 +51,7 @@ LINEARS = {
     "up": "BTD,DF->BTF",
     "down": "BTF,FD->BTD",
 }
+MLP_LINEARS = ("gate", "up", "down")
 
 
 @dataclass(frozen=True)
@@ -96,6 +100,11 @@ class DecoderConfig:
             raise ValueError(f"sliding layers need a window of at least 1, got {self.window}")
         if self.experts and not 1 <= self.experts_per_token <= self.experts:
             raise ValueError(f"experts_per_token must be between 1 and experts={self.experts}, got {self.experts_per_token}")
+        if self.experts and self.lora and (refused := [name for name in MLP_LINEARS if name in self.lora.targets]):
+            raise ValueError(
+                f"lora.targets: {', '.join(refused)} are the experts of a mixture here, and adapters go on attention only "
+                "(q_proj, k_proj, v_proj, o_proj)"
+            )
 
     @property
     def attention(self) -> AttentionSpec:
@@ -158,7 +167,7 @@ class Block(nnx.Module):
         """Low-rank factors beside every target: `a` small and random, `b` zero, so that they change nothing at first."""
         for name in lora.targets:
             kernel = getattr(self, name)
-            shape, axes, inputs = kernel[...].shape, kernel.get_metadata()["axes"], stacked + _input_dimensions(name)
+            shape, axes, inputs = kernel[...].shape, kernel.get_metadata()["axes"], stacked + input_dimensions(name)
             fan_in = 1
             for length in shape[stacked:inputs]:
                 fan_in *= length
@@ -172,7 +181,7 @@ class Block(nnx.Module):
         if lora is None or name not in lora.targets:
             return y
         left, right, out = equation.replace("->", ",").split(",")
-        inputs = right[: _input_dimensions(name)]
+        inputs = right[: input_dimensions(name)]
         low = project(f"{left},{inputs}R->BTR", x, getattr(self, f"{name}_lora_a")[...])
         return y + lora.scale * project(f"BTR,R{right[len(inputs) :]}->{out}", low, getattr(self, f"{name}_lora_b")[...])
 
@@ -186,15 +195,14 @@ class Block(nnx.Module):
         attend: Attend,
         cache: Any,
         sliding: bool | Array = False,
-        mesh: DeviceMesh | None = None,
-        replay: Int[Array, "B T k"] | None = None,
+        mix: Mix | None = None,
     ) -> tuple[Float[Array, "B T D"], Any, Routing | None]:
         """Returns the layer's output, its cache extended by `attend`, and where its tokens were routed to.
 
         Args:
             ropes: rotations of full and of sliding layers.
             sliding: whether this layer is a sliding one; data in a scan over mixed layers.
-            replay: the experts to use instead of the router's choice; -1 leaves it the choice.
+            mix: `mix_experts` with all but its input and its weights; None is one device.
         """
         c = self.config
         h = self._norm("attn_norm", x_BTD)
@@ -212,18 +220,18 @@ class Block(nnx.Module):
         if c.o_bias:
             out = out + self.o_bias[...]
         x_BTD = x_BTD + (self._norm("post_attn_norm", out) if c.post_norms else out)
-        out, routing = self._feed_forward(self._norm("mlp_norm", x_BTD), mesh, replay)
+        out, routing = self._feed_forward(self._norm("mlp_norm", x_BTD), mix)
         return x_BTD + (self._norm("post_mlp_norm", out) if c.post_norms else out), cache, routing
 
-    def _feed_forward(self, h: Array, mesh: DeviceMesh | None, replay: Array | None) -> tuple[Array, Routing | None]:
+    def _feed_forward(self, h: Array, mix: Mix | None) -> tuple[Array, Routing | None]:
         if self.config.experts:
             weights = ExpertWeights(self.router[...], self.gate[...], self.up[...], self.down[...])
-            return mix_experts(h, weights, self.config.mixture, mesh, replay_BTk=replay)
+            return (mix or partial(mix_experts, spec=self.config.mixture, mesh=None))(h, weights)
         gated = ACTIVATIONS[self.config.activation](self._linear("gate", h)) * self._linear("up", h)
         return self._linear("down", gated), None
 
 
-def _input_dimensions(name: str) -> int:
+def input_dimensions(name: str) -> int:
     """How many dimensions of a layer's weight are summed over."""
     operands, out = LINEARS[name].split("->")
     return sum(letter not in out for letter in operands.split(",")[1])
@@ -249,6 +257,7 @@ class Decoder(nnx.Module):
         *,
         remat: str = "none",
         mesh: DeviceMesh | None = None,
+        valid: Bool[Array, "B T"] | None = None,
         replay: Int[Array, "L B T k"] | None = None,
     ) -> tuple[Float[Array, "B T D"], Routing | None]:
         """The normed output of the last layer, by a scan over the layers, and the routing of all layers; no cache is kept.
@@ -256,6 +265,8 @@ class Decoder(nnx.Module):
         Args:
             remat: a name of REMAT.
             mesh: over which activations are cut; None is one device.
+            valid: false at padding, which no expert need compute.
+            replay: the experts to use instead of the router's choice; -1 leaves it the choice.
         """
         c = self.config
         ropes = c.rotations(pos_BT)
@@ -270,7 +281,8 @@ class Decoder(nnx.Module):
             if mesh:
                 weights = {name: w if name in own else mesh.gather(w, axes[name][1:]) for name, w in weights.items()}
             sliding = any(c.sliding) if slides is None else slides
-            x, _, routing = nnx.merge(graph, weights)(x, ropes, attend, None, sliding, mesh, chosen)
+            mix = partial(mix_experts, spec=c.mixture, mesh=mesh, valid_BT=valid, replay_BTk=chosen) if c.experts else None
+            x, _, routing = nnx.merge(graph, weights)(x, ropes, attend, None, sliding, mix)
             return cut(x, ("rows", "length", None)), routing
 
         step = layer if remat == "none" and not mesh else jax.checkpoint(layer, policy=REMAT[remat], prevent_cse=False)

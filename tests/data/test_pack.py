@@ -106,3 +106,14 @@ def test_nothing_packed_is_no_batch_and_no_fill() -> None:
 def test_a_row_whose_first_token_is_said_to_be_sampled_is_refused() -> None:
     with pytest.raises(ValueError, match="the first token of a trajectory cannot be sampled"):
         pack([row(1, 3, sampled_from=0)], batch_rows=1, row_tokens=4)
+
+
+def test_recorded_experts_lie_beside_their_tokens_and_the_rest_is_left_to_the_router() -> None:
+    rows = [row(0, 3), row(5, 2)]
+    routing = np.arange(2 * 4).reshape(2, 2, 2).astype(np.int16)
+    rows[0].routing = routing
+    (batch,) = pack(rows, batch_rows=1, row_tokens=6)
+    assert batch.routing is not None
+    np.testing.assert_array_equal(batch.routing[0, :2], routing)
+    assert (batch.routing[0, 2:] == -1).all()
+    assert "routing" not in pack([row(0, 3)], batch_rows=1, row_tokens=6)[0].arrays()

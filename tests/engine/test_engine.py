@@ -6,14 +6,20 @@ import asyncio
 import random
 import threading
 from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import replace
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 import tiny
 from compilations import compiled
 
 from jaxagent.engine.engine import Engine, EngineOptions
 from jaxagent.engine.replicas import Replicas
+from jaxagent.models.attention import packed
+from jaxagent.models.transformer import Decoder, params_of
 from jaxagent.types import Sample, Sampler, SampleRequest, Sampling, sampling_key
 
 CONFIG = tiny.config()
@@ -374,3 +380,42 @@ def test_shapes_that_do_not_fit_each_other_are_refused() -> None:
         EngineOptions(slot_tokens=30, chunk=8)
     with pytest.raises(ValueError, match="increasing lengths"):
         EngineOptions(append_tokens=(8, 4))
+
+
+def test_the_recorded_experts_are_those_of_the_full_forward() -> None:
+    config = tiny.config(experts=4, experts_per_token=2)
+    policy = tiny.policy(config)
+    options = replace(OPTIONS, record_routing=True)
+    engine = Engine(config, options, tiny.mesh())
+
+    async def story() -> list[list[tuple[list[int], Sample]]]:
+        async def row(name: str) -> list[tuple[list[int], Sample]]:
+            first = await engine.generate(ask(name, list(range(8)), group="prompt"))  # long enough to be forked
+            fed = list(range(8))
+            second = await engine.generate(ask(name, [5, 6], len(fed) + len(first.tokens)))
+            engine.release(name)
+            return [(fed, first), ([5, 6], second)]
+
+        return await asyncio.gather(row("a"), row("b"))
+
+    try:
+        engine.publish(params_of(policy)[1], version=0)
+        played = run(story())
+        assert engine.take_stats().forked
+    finally:
+        engine.close()
+    forward = jax.jit(lambda tokens: routed(policy, tokens))
+    for turns in played:
+        tokens = [token for fed, sample in turns for token in (*fed, *sample.tokens)]
+        recorded = np.concatenate([sample.routing for _, sample in turns])
+        assert recorded.shape == (len(tokens) - 1, config.layers, config.experts_per_token)
+        padded = np.pad(np.asarray(tokens), (0, 24 - len(tokens)))[None]
+        full = np.asarray(forward(padded))[:, 0, : len(tokens) - 1].transpose(1, 0, 2)
+        np.testing.assert_array_equal(np.sort(recorded, -1), np.sort(full, -1))
+
+
+def routed(policy: Decoder, tokens: jax.Array) -> jax.Array:
+    attend = packed(jnp.ones_like(tokens), policy.config.attention)
+    routing = policy.hidden(tokens, jnp.arange(tokens.shape[1])[None], attend)[1]
+    assert routing is not None
+    return routing.experts_BTk

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -13,18 +14,13 @@ import numpy as np
 import pytest
 import seeded
 import tiny
+from checkpoints import KINDS, MESHES, STREAMED, assert_equal_bytes, configure, edit, in_shards
 from safetensors.numpy import load_file, save_file
 
-from jaxagent.models import load, save
+from jaxagent.models import hf, load, qwen, save
 from jaxagent.models.hf import read_config
 from jaxagent.models.transformer import params_of
-
-KINDS: dict[str, dict[str, Any]] = {
-    "qwen2, tied": {"family": "qwen2", "qk_norm": False, "qkv_bias": True},
-    "qwen2, untied": {"family": "qwen2", "qk_norm": False, "qkv_bias": True, "tied_head": False},
-    "qwen3, tied": {},
-    "qwen3, untied": {"tied_head": False, "kv_heads": 1},
-}
+from jaxagent.sharding import DeviceMesh
 
 
 @pytest.fixture(params=KINDS.values(), ids=list(KINDS))
@@ -37,17 +33,6 @@ def checkpoint(tmp_path: Path) -> Path:
     """A Qwen2 checkpoint with its own head."""
     save(tiny.policy(tiny.config(**KINDS["qwen2, untied"])), tmp_path / "checkpoint")
     return tmp_path / "checkpoint"
-
-
-def edit(path: Path, changes: Mapping[str, np.ndarray | None]) -> None:
-    """Replaces tensors of a checkpoint, or takes those away that are None."""
-    tensors = {**load_file(path / "model.safetensors"), **changes}
-    save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, path / "model.safetensors")
-
-
-def configure(path: Path, **changes: Any) -> None:
-    config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps({**config, **changes}))
 
 
 def test_export_then_import_gives_every_weight_back_bit_for_bit(kind: dict[str, Any], tmp_path: Path) -> None:
@@ -70,21 +55,82 @@ def test_import_then_export_gives_every_tensor_back_bit_for_bit(kind: dict[str, 
     assert (tmp_path / "first" / "config.json").read_text() == (tmp_path / "second" / "config.json").read_text()
 
 
-def test_a_checkpoint_in_shards_loads_like_one_file(kind: dict[str, Any], tmp_path: Path) -> None:
-    policy = tiny.policy(tiny.config(**kind))
+# ---------------------------------------------------------------------- what families may ask for
+
+
+MIXTURE = {"family": "qwen3_moe", "experts": 8, "experts_per_token": 2, "tied_head": False}
+DOWN = "model.layers.{}.mlp.experts.{}.down_proj.weight"
+
+
+@pytest.mark.parametrize("sizes", [{"ffn_width": 8}, STREAMED], ids=["on the host", "streamed"])
+def test_the_tensors_of_experts_are_stacked_after_the_layers(sizes: dict[str, int], tmp_path: Path) -> None:
+    policy = tiny.policy(tiny.config(**MIXTURE, **sizes))
     save(policy, tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
-    (tmp_path / "model.safetensors").unlink()
-    names = sorted(tensors)
-    places = {name: f"model-0000{1 + i % 2}-of-00002.safetensors" for i, name in enumerate(names)}
-    for shard in set(places.values()):
-        save_file({name: tensors[name] for name in names if places[name] == shard}, tmp_path / shard)
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
-    jax.tree.map(np.testing.assert_array_equal, params_of(policy)[1], params_of(load(tmp_path))[1])
+    down = np.asarray(policy.blocks.down[...])
+    for layer in range(2):
+        for expert in range(8):
+            np.testing.assert_array_equal(tensors[DOWN.format(layer, expert)], down[layer, expert].T)
+    save(policy, tmp_path / "shards", max_shard_bytes=400_000)  # of which no file has room for all experts
+    for mesh in (None, *MESHES.values()):  # some cut the experts
+        loaded = load(tmp_path / "shards", mesh and DeviceMesh.build(**mesh))
+        jax.tree.map(np.testing.assert_array_equal, params_of(policy)[1], params_of(loaded)[1])
+        save(loaded, tmp_path / "again")
+        assert_equal_bytes(load_file(tmp_path / "again" / "model.safetensors"), tensors)
 
-    (tmp_path / "model-00002-of-00002.safetensors").unlink()
-    with pytest.raises(ValueError, match=r"model-00002-of-00002\.safetensors is missing"):
+
+def test_a_missing_expert_is_named(tmp_path: Path) -> None:
+    save(tiny.policy(tiny.config(**MIXTURE)), tmp_path)
+    edit(tmp_path, {DOWN.format(1, 7): None})
+    with pytest.raises(ValueError, match=rf"tensor '{DOWN.format(1, 7)}' is missing"):
         load(tmp_path)
+
+
+@pytest.mark.parametrize("mesh", [{"data": 8}, {"data": 1, "expert": 8}], ids=["many on a device", "one on a device"])
+def test_experts_in_several_dtypes_are_joined(mesh: dict[str, int], tmp_path: Path) -> None:
+    policy = tiny.policy(tiny.config(**MIXTURE, **STREAMED))
+    save(policy, tmp_path, dtype="bfloat16")
+    wide = np.full((STREAMED["width"], STREAMED["ffn_width"]), 1 + 2**-20, np.float32)
+    edit(tmp_path, {DOWN.format(1, e): wide for e in (3, 7)})
+    wanted = np.asarray(policy.blocks.down[...]).astype(ml_dtypes.bfloat16).astype(np.float32)
+    wanted[1, [3, 7]] = wide.T
+    np.testing.assert_array_equal(load(tmp_path, DeviceMesh.build(**mesh)).blocks.down[...], wanted)
+
+
+def test_a_family_whose_tables_forget_a_weight_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tiny.config()
+    save(tiny.policy(config), tmp_path)
+    rows = [row for row in qwen.layer_tensors(config) if row[1] != "down"]
+    for row, told in ((None, "no tensor fills 'blocks.down'"), (("x.weight", "downs", "as_is"), "cannot fill 'blocks.downs'")):
+        tables = (*rows, *((row,) if row else ()))
+        monkeypatch.setitem(
+            hf.FAMILIES, "qwen3", SimpleNamespace(**{**vars(qwen), "layer_tensors": lambda _, tables=tables: tables})
+        )
+        with pytest.raises(ValueError, match=told):
+            load(tmp_path)
+
+
+def test_prefixes_are_replaced_the_longest_first_and_what_is_dropped_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    prefixes = {"language_model.": "", "language_model.model.": "model.", "model.": "elsewhere.", "vision.": None, "x.": None}
+    monkeypatch.setitem(hf.FAMILIES, "qwen3", SimpleNamespace(**vars(qwen), PREFIXES=prefixes))
+    policy = tiny.policy(tiny.config(tied_head=False))
+    save(policy, tmp_path)
+    tensors = {f"language_model.{name}": x for name, x in load_file(tmp_path / "model.safetensors").items()}
+    extra = {"vision.a": np.zeros(3, np.int8), "vision.b": np.zeros(3, np.int8), "x.c": np.zeros(1, np.float32)}
+    save_file({**tensors, **extra}, tmp_path / "model.safetensors")
+    with caplog.at_level(logging.WARNING):
+        jax.tree.map(np.testing.assert_array_equal, params_of(policy)[1], params_of(load(tmp_path))[1])
+    (line,) = [record.getMessage() for record in caplog.records if record.name.startswith("jaxagent")]
+    assert line.endswith("3 tensors are not for the decoder and are left out: 2 of vision.*, 1 of x.*")
+
+    edit(tmp_path, {"lm_head.weight": tensors["language_model.lm_head.weight"]})
+    with pytest.raises(ValueError, match=r"tensors '(language_model\.)?lm_head\.weight' and .* are both 'lm_head\.weight'"):
+        load(tmp_path)
+
+
+# ---------------------------------------------------------------------- what is there already
 
 
 def test_an_export_into_a_directory_that_held_shards_is_what_loads_from_it(checkpoint: Path) -> None:
@@ -113,6 +159,9 @@ def test_a_missing_directory_is_named(tmp_path: Path) -> None:
         load(tmp_path / "nowhere")
 
 
+# ---------------------------------------------------------------------- what is wrong is told
+
+
 def test_a_missing_weights_file_is_named(checkpoint: Path) -> None:
     (checkpoint / "model.safetensors").unlink()
     with pytest.raises(ValueError, match=r"checkpoint: model\.safetensors is missing"):
@@ -124,6 +173,77 @@ def test_a_torn_weights_file_is_named(checkpoint: Path) -> None:
     (checkpoint / "model.safetensors").write_bytes(whole[: len(whole) // 2])
     with pytest.raises(ValueError, match=r"checkpoint: model\.safetensors cannot be read as safetensors"):
         load(checkpoint)
+
+
+def test_pickled_weights_are_refused_with_the_way_to_convert_them(checkpoint: Path) -> None:
+    (checkpoint / "model.safetensors").rename(checkpoint / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"model\.safetensors is missing; pytorch_model\.bin is there, but .*save_pretrained"):
+        load(checkpoint)
+
+
+def test_a_missing_shard_is_named(checkpoint: Path) -> None:
+    in_shards(checkpoint)
+    (checkpoint / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"model-00002-of-00002\.safetensors is missing"):
+        load(checkpoint)
+
+
+def test_an_index_that_names_a_tensor_its_file_lacks_is_refused(checkpoint: Path) -> None:
+    places = in_shards(checkpoint)
+    index = checkpoint / "model.safetensors.index.json"
+    for name in ("model.norm.weight", "model.norm.bias"):  # one that is in the other file, one that is in none
+        wrong = {**places, name: next(file for file in places.values() if file != places.get(name))}
+        index.write_text(json.dumps({"weight_map": wrong}))
+        with pytest.raises(ValueError, match=rf"index\.json names tensor '{name}' of {wrong[name]}, but"):
+            load(checkpoint)
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "[]", "{}", '{"weight_map": {}}', '{"weight_map": {"a": "../b"}}', '{"weight_map": {"a": 1}}']
+)
+def test_an_index_that_is_none_is_refused(checkpoint: Path, text: str) -> None:
+    in_shards(checkpoint)
+    (checkpoint / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(ValueError, match=r"model\.safetensors\.index\.json: .*weight_map"):
+        load(checkpoint)
+
+
+def test_a_tensor_in_two_files_is_refused_with_both(checkpoint: Path) -> None:
+    in_shards(checkpoint)
+    for file in checkpoint.glob("model-*.safetensors"):
+        save_file({**load_file(file), "model.norm.weight": np.ones(16, np.float32)}, file)
+    both = r"'model\.norm\.weight' is in two files, model-00001-of-00002\.safetensors and model-00002-of-00002\.safetensors"
+    with pytest.raises(ValueError, match=both):
+        load(checkpoint)
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.float64])
+def test_a_stored_dtype_that_is_not_read_is_named(checkpoint: Path, dtype: Any) -> None:
+    edit(checkpoint, {"model.norm.weight": np.ones(16, dtype)})
+    told = r"model\.safetensors: tensor 'model\.norm\.weight' is stored as [FI]\d+, read are F32, BF16, F16; quantised"
+    with pytest.raises(ValueError, match=told):
+        load(checkpoint)
+
+
+def test_quantised_checkpoints_are_refused_by_their_config(checkpoint: Path) -> None:
+    quantised = {"quantization_config": {"quant_method": "gptq", "bits": 4}}
+    for changes in (quantised, {"quantization_config": None, "text_config": quantised}):
+        configure(checkpoint, **changes)
+        with pytest.raises(ValueError, match=r"quantization_config \(gptq\): quantised checkpoints are not supported; take"):
+            read_config(checkpoint)
+
+
+@pytest.mark.parametrize("changes", [{"num_attention_heads": "four"}, {"rope_parameters": [1]}, {"num_key_value_heads": 0}])
+def test_a_field_of_the_wrong_kind_is_told_with_the_file(checkpoint: Path, changes: dict[str, Any]) -> None:
+    configure(checkpoint, **changes)
+    with pytest.raises(ValueError, match=r"config\.json: a field has a value of the wrong kind: "):
+        read_config(checkpoint)
+
+
+def test_a_config_that_is_no_object_is_refused(checkpoint: Path) -> None:
+    (checkpoint / "config.json").write_text("[]")
+    with pytest.raises(ValueError, match=r"config\.json: a JSON object is wanted, got list"):
+        read_config(checkpoint)
 
 
 def test_a_torn_config_is_named(checkpoint: Path) -> None:

@@ -1,0 +1,191 @@
+"""What one training step costs: `python benchmarks/train_step.py --model A` times it against PyTorch, where torch is installed.
+
+One step is the learner's own: the gradient of one micro-batch of full rows, the division, AdamW. PyTorch's is that of the
+same model in transformers (scaled-dot-product attention, cross entropy over all logits, torch.optim.AdamW). Both run in
+turns in one process that has one core to itself, and CPU seconds are compared, the best of the repeats. Achieved FLOP/s stand
+beside the rate of a large matmul of the same library in the same run. On an accelerator wall seconds are taken, and the table
+of recomputation policies and attention back ends is printed instead.
+"""
+
+import argparse
+import gc
+import importlib.util
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "A": {"vocab_size": 4096, "width": 256, "layers": 4, "heads": 4, "kv_heads": 2, "head_width": 64, "ffn_width": 768},
+    "B": {"vocab_size": 8192, "width": 768, "layers": 12, "heads": 12, "kv_heads": 4, "head_width": 64, "ffn_width": 2304},
+    "qwen2.5-0.5b": {
+        "vocab_size": 151936,
+        "width": 896,
+        "layers": 24,
+        "heads": 14,
+        "kv_heads": 2,
+        "head_width": 64,
+        "ffn_width": 4864,
+        "qkv_bias": True,
+    },
+    "qwen2.5-1.5b": {
+        "vocab_size": 151936,
+        "width": 1536,
+        "layers": 28,
+        "heads": 12,
+        "kv_heads": 2,
+        "head_width": 128,
+        "ffn_width": 8960,
+        "qkv_bias": True,
+    },
+}
+
+
+def main() -> None:
+    """Measures and prints a table in Markdown."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", choices=SHAPES, default="A")
+    parser.add_argument("--rows", type=int, default=4)
+    parser.add_argument("--row-tokens", type=int, default=256)
+    parser.add_argument("--segments", type=int, default=1, help="trajectories in a packed row")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--remat", nargs="+", default=["none"])
+    parser.add_argument("--attention", nargs="+", default=["auto"])
+    parser.add_argument("--head-chunk", type=int, default=1024)
+    parser.add_argument("--repeats", type=int, default=5)
+    options = parser.parse_args()
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # before any library counts the cores
+    steps = {f"jaxagent, remat {r}, {a}": ours(options, r, a) for r in options.remat for a in options.attention}
+    if importlib.util.find_spec("torch"):
+        steps["torch"] = theirs(options)
+    seconds = best_of(options.repeats, {name: step["run"] for name, step in steps.items()})
+    flops, tokens = step_flops(options), options.rows * options.row_tokens
+    print("| step | s | tokens/s | GFLOP/s | of its matmul rate | temporaries MiB |")
+    print("|---|---:|---:|---:|---:|---:|")
+    for name, step in steps.items():
+        s, rate = seconds[name], step["matmul"]
+        columns = (f"{s:.3f}", f"{tokens / s:.0f}", f"{flops / s / 1e9:.1f}", f"{flops / s / rate:.0%} of {rate / 1e9:.0f}")
+        print(f"| {name} | {' | '.join(columns)} | {step['temp_mib']} |")
+    if "torch" in seconds:
+        print(
+            f"\nratio to torch: {json.dumps({n: round(seconds['torch'] / s, 2) for n, s in seconds.items() if n != 'torch'})}"
+        )
+
+
+def step_flops(options: argparse.Namespace) -> float:
+    """FLOPs that a step needs: 6 per weight and token, 12 N H per visible pair of positions; recomputation is not counted."""
+    s = SHAPES[options.model]
+    width, heads = s["width"], s["heads"] * s["head_width"]
+    layer = 2 * width * heads + 2 * width * s["kv_heads"] * s["head_width"] + 3 * width * s["ffn_width"]
+    weights = s["layers"] * layer + s["vocab_size"] * width
+    tokens, length = options.rows * options.row_tokens, options.row_tokens // options.segments
+    pairs = options.rows * options.segments * length * (length + 1) / 2
+    return 6.0 * weights * tokens + 12.0 * s["layers"] * heads * pairs
+
+
+def best_of(repeats: int, steps: dict[str, Callable[[], None]]) -> dict[str, float]:
+    """The least seconds of each step, all run in turns."""
+    clock = time.process_time if cpu_only() else time.perf_counter
+    best = dict.fromkeys(steps, float("inf"))
+    for _ in range(repeats):
+        for name, step in steps.items():
+            gc.collect()
+            began = clock()
+            step()
+            best[name] = min(best[name], clock() - began)
+    return best
+
+
+def cpu_only() -> bool:
+    import jax
+
+    return jax.default_backend() == "cpu"
+
+
+def ours(options: argparse.Namespace, remat: str, attention: str) -> dict[str, Any]:
+    """The learner's step on random weights and tokens."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    from flax import nnx
+
+    from jaxagent.algos.table import choose
+    from jaxagent.data.pack import Batch
+    from jaxagent.learner import Learner, LearnerOptions, OptimizerOptions
+    from jaxagent.models.transformer import Decoder, DecoderConfig, params_of
+    from jaxagent.sharding import DeviceMesh
+
+    config = DecoderConfig(**SHAPES[options.model])
+    params = jax.jit(lambda: params_of(Decoder(config, nnx.Rngs(0)))[1])()
+    knobs = {"batch_rows": options.rows, "row_tokens": options.row_tokens, "head_chunk": options.head_chunk}
+    learner_options = LearnerOptions(**knobs, remat=remat, dtype=options.dtype)
+    learner = Learner(config, params, DeviceMesh.build(1), choose(name="reinforce"), learner_options)
+    learner.begin(OptimizerOptions(), steps=100)
+    rng, shape = np.random.default_rng(0), (options.rows, options.row_tokens)
+    batch = Batch.empty(*shape)
+    length = options.row_tokens // options.segments
+    batch.tokens[:] = rng.integers(0, config.vocab_size, shape)
+    batch.segment[:] = np.arange(options.row_tokens) // length + 1
+    batch.position[:] = np.arange(options.row_tokens) % length
+    batch.mask[:], batch.advantage[:], batch.weight[:], batch.share[:] = True, 1.0, 1.0, 1.0
+
+    def run() -> None:
+        learner.accumulate(batch, on_policy=True)
+        learner.apply()
+        jax.block_until_ready(learner.params)
+
+    run()
+    size, dtype = 2048 if cpu_only() else 8192, jnp.dtype(options.dtype)
+    a = jnp.ones((size, size), dtype)
+    multiply = jax.jit(lambda a: a @ a)
+    multiply(a).block_until_ready()
+    matmul_s = best_of(3, {"matmul": lambda: multiply(a).block_until_ready()})["matmul"]
+    temp = 0
+    return {"run": run, "matmul": 2 * size**3 / matmul_s, "temp_mib": temp >> 20}
+
+
+def theirs(options: argparse.Namespace) -> dict[str, Any]:
+    """The same model's step in transformers and torch."""
+    import torch
+    from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3Config
+
+    s = SHAPES[options.model]
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    make = Qwen2Config if s.get("qkv_bias") else Qwen3Config
+    config = make(
+        vocab_size=s["vocab_size"],
+        hidden_size=s["width"],
+        num_hidden_layers=s["layers"],
+        num_attention_heads=s["heads"],
+        num_key_value_heads=s["kv_heads"],
+        head_dim=s["head_width"],
+        intermediate_size=s["ffn_width"],
+        tie_word_embeddings=True,
+        use_cache=False,
+    )
+    model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, options.dtype), attn_implementation="sdpa").train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, betas=(0.9, 0.99), weight_decay=0.0)
+    tokens = torch.randint(0, s["vocab_size"], (options.rows, options.row_tokens))
+
+    def run() -> None:
+        logits = model(tokens).logits[:, :-1].float()
+        torch.nn.functional.cross_entropy(logits.reshape(-1, logits.shape[-1]), tokens[:, 1:].reshape(-1)).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    run()
+    a = torch.ones(2048, 2048, dtype=getattr(torch, options.dtype))
+    matmul_s = best_of(3, {"matmul": lambda: a @ a})["matmul"]
+    return {"run": run, "matmul": 2 * 2048**3 / matmul_s, "temp_mib": "-"}
+
+
+if __name__ == "__main__":
+    main()
