@@ -117,7 +117,7 @@ def test_sampled_rows_train_through_the_experts_of_their_sampler_though_the_rout
     # A router turned upside down chooses others; with the recorded ones the rest of the model is as it was sampled.
     upside_down = jax.tree.map(jnp.copy, made.params)
     upside_down["blocks"]["router"] = -upside_down["blocks"]["router"]
-    made.params = upside_down
+    made.trained = upside_down
     assert np.abs(made.score(replace(batch, routing=None))[batch.mask] - at_first).max() > 1e-2
     chosen = made.score(batch)[batch.mask]
     assert np.isfinite(chosen).all()
