@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
+import importlib.util
 import os
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -69,8 +72,27 @@ def faults(config: ConfigDict) -> list[str]:
     return configs.faults_of(config, builders)
 
 
+def keep_freed_memory() -> None:
+    """Has glibc keep what is freed, where CPUs compute; call it before JAX has devices.
+
+    XLA on CPU takes the temporaries of a program anew at every call. glibc gives so large a block back to the kernel each time,
+    and touching its pages again costs a fifth of a training step (benchmarks/train_step.py).
+    """
+    accelerated = any(importlib.util.find_spec(name) for name in ("jax_cuda12_plugin", "jax_cuda13_plugin", "libtpu"))
+    if sys.platform != "linux" or (accelerated and os.environ.get("JAX_PLATFORMS") != "cpu"):
+        return
+    set_option = getattr(ctypes.CDLL(None), "mallopt", None)  # musl has none
+    for option, value in _KEEP.items() if set_option else ():
+        set_option(option, value)
+
+
+# malloc.h: one arena for all threads, since others cannot hold large blocks; no block mapped by itself; no trimming
+_KEEP = {-8: 1, -4: 0, -1: -1}
+
+
 def use_devices(config: ConfigDict) -> None:
     """Asks for the wanted number of CPU devices and keeps compiled programs on disk between runs."""
+    keep_freed_memory()
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
     settings = {
         "jax_num_cpu_devices": config.mesh.cpu_devices,

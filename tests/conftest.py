@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -25,3 +26,12 @@ def eight_devices() -> None:
     """Fixes the number of devices before a run of the trainer can ask for another; nothing where JAX is not used."""
     if "jax" in sys.modules:
         assert len(sys.modules["jax"].devices()) == 8
+
+
+@pytest.fixture
+def compiled_quickly() -> Iterator[None]:
+    """For tests whose programs run once or twice: compiling them well would take longer than all else."""
+    config = sys.modules["jax"].config
+    config.update("jax_disable_most_optimizations", True)
+    yield
+    config.update("jax_disable_most_optimizations", False)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -86,14 +85,6 @@ def batch(config: DecoderConfig) -> Batch:
 @pytest.fixture(scope="module")
 def on_one_device() -> dict[str, Any]:
     return {}
-
-
-@pytest.fixture
-def compiled_quickly() -> Iterator[None]:
-    """The programs of these tests run once: compiling them well would take longer than all else."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.mark.usefixtures("compiled_quickly")
