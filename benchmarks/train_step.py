@@ -3,8 +3,8 @@
 One step is the learner's own: the gradient of one micro-batch of full rows, the division, AdamW. PyTorch's is that of the
 same model in transformers (scaled-dot-product attention, cross entropy over all logits, torch.optim.AdamW). Both run in
 turns in one process that has one core to itself, and CPU seconds are compared, the best of the repeats. Achieved FLOP/s stand
-beside the rate of a large matmul of the same library in the same run. On an accelerator wall seconds are taken, and the table
-of recomputation policies and attention back ends is printed instead.
+beside the rate of a large matmul of the same library in the same run. `--remat` and `--attention` take several names, a row of
+the table each. On an accelerator, where this has not been run yet, wall seconds are taken.
 """
 
 import argparse
