@@ -79,6 +79,7 @@ def get_config(arg: str = "") -> ConfigDict:
     c.engine.append_rows = 8  # rows per prefill call
     c.engine.append_tokens = (64,)  # prefill lengths that are compiled
     c.engine.chunk = 128  # cache positions read at once; equal to slot_tokens reads the slot in one pass
+    c.engine.exact = True  # no bit of a trajectory depends on its neighbours; false reads the positions in use in one pass
     c.engine.fork_min_tokens = 32  # group prompts shorter than this are prefilled again instead of copied
     c.engine.stop_tokens = 4  # most stop ids of a template
     c.engine.linger = 0.3  # longest wait for company, as a share of a decode call

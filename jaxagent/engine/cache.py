@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from jaxagent.models.attention import Attend, AttentionSpec, attend_cached
+from jaxagent.models.attention import NEGATIVE, Attend, AttentionSpec, attend_cached, dot, group_queries, soft_cap
 from jaxagent.models.transformer import DecoderConfig
 
 LayerCache = tuple[Array, Array]  # keys [C, K, H, S], values [C, K, S, H]
@@ -55,6 +55,62 @@ def attend_slots(
         return attend_cached(q, read, pos_BT, keys.shape[1], length, chunk, spec, sliding), (keys, values)
 
     return attend
+
+
+def working_copy(cache: Cache, used: int, ahead: int) -> Cache:
+    """The first `used` positions of every slot, and room for the `ahead` tokens of one decode call behind them."""
+    room = (0, ahead)
+    return tuple(
+        (jnp.pad(keys[..., :used], ((0, 0), (0, 0), (0, 0), room)), jnp.pad(values[:, :, :used], ((0, 0), (0, 0), room, (0, 0))))
+        for keys, values in cache
+    )
+
+
+def attend_working_copy(
+    start_C: Int[Array, "C"], step: Int[Array, ""], used: int, tokens: int, spec: AttentionSpec
+) -> Attend:
+    """Attention of one step of a decode call over its working copy, one query a row, in one pass.
+
+    The call's own keys and values lie behind the `used` positions, at the same place for all rows: no step scatters, none
+    reads more than is in use. Bits depend on where the call began, and so on the neighbours; `attend_slots` is the one whose
+    bits do not.
+
+    Args:
+        start_C: positions of each row that were in the cache when the call began; none is above `used`.
+        step: steps of the call before this one, of `tokens`.
+    """
+    index = jnp.arange(used + tokens)
+    # How far before the query each key lies; C U+N.
+    distance = jnp.where(index < used, start_C[:, None] + step - index, used + step - index)
+    held = (index < used) & (index < start_C[:, None])
+    visible = held | ((index >= used) & (distance >= 0))
+
+    def attend(q: Array, k: Array, v: Array, copy: LayerCache, sliding: bool | Array) -> tuple[Array, LayerCache]:
+        keys = jax.lax.dynamic_update_slice_in_dim(copy[0], k.astype(copy[0].dtype).transpose(0, 2, 3, 1), used + step, 3)
+        values = jax.lax.dynamic_update_slice_in_dim(copy[1], v.astype(copy[1].dtype).transpose(0, 2, 1, 3), used + step, 2)
+        mask = visible & (distance < spec.window) if sliding else visible
+        grouped = group_queries(q, keys.shape[1], spec.scale)
+        scores = soft_cap(dot("BKTQH,BKHZ->BKTQZ", grouped, keys), spec.softcap)
+        scores = jnp.where(mask[:, None, None, None], scores, NEGATIVE)
+        weights = jnp.exp(scores - scores.max(-1, keepdims=True))
+        out = dot("BKTQZ,BKZH->BKTQH", weights.astype(v.dtype), values) / weights.sum(-1, keepdims=True)
+        return out.transpose(0, 2, 1, 3, 4).reshape(q.shape).astype(q.dtype), (keys, values)
+
+    return attend
+
+
+def keep_new(cache: Cache, copy: Cache, used: int, start_C: Int[Array, "C"], count_C: Int[Array, "C"]) -> Cache:
+    """Writes the first count tokens behind the `used` positions of a working copy into their slots, from `start` on."""
+    slots, ahead = start_C.shape[0], jnp.arange(copy[0][0].shape[3] - used)
+    where = jnp.where(ahead < count_C[:, None], jnp.arange(slots)[:, None], slots)  # beyond the last slot: dropped
+    pos = start_C[:, None] + ahead
+    return tuple(
+        (
+            keys.at[where, :, :, pos].set(new_keys[..., used:].transpose(0, 3, 1, 2), mode="drop"),
+            values.at[where, :, pos].set(new_values[:, :, used:].transpose(0, 2, 1, 3), mode="drop"),
+        )
+        for (keys, values), (new_keys, new_values) in zip(cache, copy, strict=True)
+    )
 
 
 def copy_prefix(cache: Cache, src_R: Int[Array, "R"], dst_R: Int[Array, "R"], used: int) -> Cache:

@@ -40,6 +40,7 @@ class EngineOptions:
     append_rows: int = 8  # R, rows per prefill call
     append_tokens: tuple[int, ...] = (64,)  # A, prefill lengths that are compiled
     chunk: int = 128  # cache positions that attention reads at once
+    exact: bool = True  # no bit of a row depends on its neighbours; else the positions in use are read in one pass
     fork_min_tokens: int = 32  # shorter prompts are prefilled again instead of copied
     stop_tokens: int = 4  # most stop ids of a request
     linger: float = 0.3  # longest wait for company, as a share of a decode call
@@ -51,6 +52,12 @@ class EngineOptions:
             raise ValueError(f"engine.slot_tokens must be a multiple of engine.chunk, got {self.slot_tokens} and {self.chunk}")
         if list(self.append_tokens) != sorted(set(self.append_tokens)) or not self.append_tokens:
             raise ValueError(f"engine.append_tokens must be increasing lengths, got {self.append_tokens}")
+
+
+def used_lengths(chunk: int, slot_tokens: int) -> list[int]:
+    """The lengths that are compiled for reading the positions in use: 1, 2, 3, 4, 6, 8, 12 ... chunks, and a whole slot."""
+    steps = sorted({chunk * (base << doubled) for base in (2, 3) for doubled in range(slot_tokens.bit_length())} | {chunk})
+    return [length for length in steps if length < slot_tokens] + [slot_tokens]
 
 
 @dataclass
@@ -80,6 +87,7 @@ class Engine:
         self._steps = make_steps(
             config, dtype=dtype, chunk=o.chunk, decode_tokens=o.decode_tokens, mesh=mesh, record_routing=o.record_routing
         )
+        self._used_lengths = [0] if o.exact else used_lengths(o.chunk, o.slot_tokens)
         self._cache = mesh.place(new_cache(config, o.slots, o.slot_tokens, dtype), (None, "kv_heads"))
         self._rows = mesh.place(new_rows(o.slots, o.stop_tokens))
         skeleton = nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0)))
@@ -195,7 +203,7 @@ class Engine:
     def _tick(self) -> None:
         began = time.monotonic()
         self._prefill()
-        decoded = self._steps.decode(self._params, self._cache, self._rows, self._armed)
+        decoded = self._steps.decode(self._params, self._cache, self._rows, self._armed, self._used())
         self._cache, self._rows, tokens, logprobs, routing = decoded
         self._armed = self._no_arming()
         tokens_CN, logprobs_CN = np.asarray(tokens), np.asarray(logprobs)
@@ -204,6 +212,11 @@ class Engine:
         self._stats.busy_s += self._segment_s
         self._stats.decode_calls += 1
         self._stats.row_steps += tokens_CN.size
+
+    def _used(self) -> int:
+        """The compiled length that holds what every row has in its slot, or 0 in exact mode."""
+        held = max((row.known + len(row.tokens) - 1 for row in self.table.rows.values() if row.request), default=0)
+        return next(length for length in self._used_lengths if length >= held or not length)
 
     def _prefill(self) -> None:
         """Puts the fed tokens of new turns, but the pending ones, into the cache, and arms their rows."""
@@ -349,7 +362,9 @@ class Engine:
             while length < self.options.slot_tokens:
                 length = self._fork_length(length + 1)
                 self._cache = self._steps.fork(self._cache, none, nowhere, length)
-        self._tick()
+        for used in self._used_lengths:
+            decoded = self._steps.decode(self._params, self._cache, self._rows, self._armed, used)
+            self._cache, self._rows, *_ = decoded
         jax.block_until_ready(self._cache)
 
     def _abandon(self) -> None:

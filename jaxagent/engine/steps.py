@@ -16,9 +16,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Int
 
-from jaxagent.engine.cache import Cache, attend_slots, copy_prefix
+from jaxagent.engine.cache import Cache, attend_slots, attend_working_copy, copy_prefix, keep_new, working_copy
 from jaxagent.engine.sampling import sample, uniforms
 from jaxagent.models.adapters import merged, unadapted
+from jaxagent.models.attention import Attend
 from jaxagent.models.layers import rms_norm
 from jaxagent.models.moe import mix_experts
 from jaxagent.models.transformer import Decoder, DecoderConfig, Params, embed, head_logits, head_table, unstack
@@ -57,6 +58,9 @@ def make_steps(
 ) -> Steps:
     """Builds the programs for a decoder on one replica. `chunk` and `decode_tokens` are static; every other choice is data.
 
+    `decode` takes how many positions of the slots are in use and reads these in one pass, or 0 and reads chunks, so that no
+    row's bits depend on its neighbours.
+
     Adapters are merged when weights are published: decoding costs what it does without them. With `record_routing`, append
     and decode also return the experts of every fed token, int16 [..., L, k].
     """
@@ -64,7 +68,9 @@ def make_steps(
 
     mix = partial(mix_experts, spec=config.mixture, mesh=mesh) if config.experts else None
 
-    def forward(params: Params, cache: Cache, token_BT: Array, pos_BT: Array, attend: Any) -> tuple[Array, Cache, Array | None]:
+    def forward(
+        params: Params, cache: Cache, token_BT: Array, pos_BT: Array, attend: Attend
+    ) -> tuple[Array, Cache, Array | None]:
         ropes = config.rotations(pos_BT)
         x, grown, chosen = embed(params["embed"], token_BT, config), [], []
         for i, (weights, layer) in enumerate(zip(params["blocks"], cache, strict=True)):
@@ -94,10 +100,12 @@ def make_steps(
         attend = attend_slots(slot_R, pos_RA, valid_RA, chunk, config.attention)
         return forward(params, cache, token_RA, pos_RA, attend)[1:]
 
-    def decode(params: Params, cache: Cache, rows: Rows, armed: Rows) -> tuple[Cache, Rows, Array, Array, Array | None]:
+    def decode(
+        params: Params, cache: Cache, rows: Rows, armed: Rows, used: int = 0
+    ) -> tuple[Cache, Rows, Array, Array, Array | None]:
         rows = arm(rows, armed)
-        slots = rows["token"].shape[0]
-        u_CN = uniforms(rows["key"], rows["pos"][:, None] + 1 + jnp.arange(decode_tokens))
+        slots, start_C = rows["token"].shape[0], rows["pos"]
+        u_CN = uniforms(rows["key"], start_C[:, None] + 1 + jnp.arange(decode_tokens))
         shape = slots, decode_tokens
         routed = jnp.zeros((*shape, config.layers, config.experts_per_token), jnp.int16) if record_routing else None
         emitted = jnp.full(shape, -1, jnp.int32), jnp.zeros(shape, jnp.float32), routed
@@ -106,7 +114,10 @@ def make_steps(
             cache, rows, tokens, logprobs, routed = carry
             live = rows["live"]
             pos = jnp.where(live, rows["pos"], 0)[:, None]
-            attend = attend_slots(None, pos, live[:, None], chunk, config.attention)
+            if used:
+                attend = attend_working_copy(start_C, i, used, decode_tokens, config.attention)
+            else:
+                attend = attend_slots(None, pos, live[:, None], chunk, config.attention)
             x, cache, routing = forward(params, cache, rows["token"][:, None], pos, attend)
             hidden = rms_norm(x[:, 0], params["norm"], config.norm_eps, config.plus_one_norms)
             logits = head_logits(head_table(params, config), hidden, config)
@@ -117,13 +128,16 @@ def make_steps(
                 routed = routed.at[:, i].set(routing[:, 0])
             return cache, advance(rows, token), tokens, logprobs, routed
 
-        return jax.lax.fori_loop(0, decode_tokens, step, (cache, rows, *emitted))
+        writes = working_copy(cache, used, decode_tokens) if used else cache
+        writes, rows, *out = jax.lax.fori_loop(0, decode_tokens, step, (writes, rows, *emitted))
+        cache = keep_new(cache, writes, used, start_C, rows["pos"] - start_C) if used else writes
+        return cache, rows, *out
 
     return Steps(
         publish=jax.jit(publish),
         append=jax.jit(append, donate_argnums=1),
         fork=jax.jit(copy_prefix, static_argnums=3, donate_argnums=0),
-        decode=jax.jit(decode, donate_argnums=(1, 2)),
+        decode=jax.jit(decode, static_argnums=4, donate_argnums=(1, 2)),
     )
 
 

@@ -16,7 +16,7 @@ import pytest
 import tiny
 from compilations import compiled
 
-from jaxagent.engine.engine import Engine, EngineOptions
+from jaxagent.engine.engine import Engine, EngineOptions, used_lengths
 from jaxagent.engine.replicas import Replicas
 from jaxagent.models.attention import packed
 from jaxagent.models.transformer import Decoder, params_of
@@ -363,8 +363,25 @@ def test_a_caller_whose_loop_ended_does_not_harm_the_others(engine: Engine, alon
     engine.release("abandoned")
 
 
-def test_nothing_compiles_after_warm_up(make: Callable[..., Engine]) -> None:
-    engine = make()
+def test_without_exactness_the_trajectories_are_the_same_up_to_rounding(
+    make: Callable[..., Engine], alone: dict[str, Turns]
+) -> None:
+    played = run(play_all(make(options=replace(OPTIONS, exact=False)), NAMES))
+    for name, turns in played.items():
+        for (tokens, logprobs), (want, want_logprobs) in zip(turns, alone[name], strict=True):
+            assert tokens == want
+            np.testing.assert_allclose(logprobs, want_logprobs, atol=1e-5)
+
+
+def test_the_lengths_that_are_read_grow_by_halves_and_end_with_the_slot() -> None:
+    assert used_lengths(8, 32) == [8, 16, 24, 32]
+    assert used_lengths(64, 1000) == [64, 128, 192, 256, 384, 512, 768, 1000]
+    assert used_lengths(32, 32) == [32]
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_nothing_compiles_after_warm_up(make: Callable[..., Engine], exact: bool) -> None:
+    engine = make(options=replace(OPTIONS, exact=exact))
     engine.warm_up().result()
     engine.take_stats()
     compiled.clear()
