@@ -106,7 +106,7 @@ def ours(options: argparse.Namespace, prompts: list[list[int]]) -> tuple[Any, Ca
     from jaxagent.engine.engine import Engine, EngineOptions
     from jaxagent.models.transformer import Decoder, DecoderConfig, params_of
     from jaxagent.sharding import DeviceMesh
-    from jaxagent.types import Sampling, SampleRequest, sampling_key
+    from jaxagent.types import SampleRequest, Sampling, sampling_key
 
     config = DecoderConfig(**SHAPES[options.model])
     length = -(-(options.prompt_tokens + options.new_tokens) // options.chunk) * options.chunk

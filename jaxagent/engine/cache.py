@@ -7,6 +7,8 @@ padding rows are dropped.
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
@@ -57,18 +59,23 @@ def attend_slots(
     return attend
 
 
-def working_copy(cache: Cache, used: int, ahead: int) -> Cache:
-    """The first `used` positions of every slot, and room for the `ahead` tokens of one decode call behind them."""
+def working_copy(cache: Cache, slot_W: Int[Array, "W"], used: int, ahead: int) -> Cache:
+    """The first `used` positions of some slots, and room for the `ahead` tokens of one decode call behind them.
+
+    A slot beyond the last stands for no row; what it copies is never seen.
+    """
     room = (0, ahead)
+    read = partial(jnp.take, indices=slot_W, axis=0, mode="clip")
     return tuple(
-        (jnp.pad(keys[..., :used], ((0, 0), (0, 0), (0, 0), room)), jnp.pad(values[:, :, :used], ((0, 0), (0, 0), room, (0, 0))))
+        (
+            jnp.pad(read(keys[..., :used]), ((0, 0), (0, 0), (0, 0), room)),
+            jnp.pad(read(values[:, :, :used]), ((0, 0), (0, 0), room, (0, 0))),
+        )
         for keys, values in cache
     )
 
 
-def attend_working_copy(
-    start_C: Int[Array, "C"], step: Int[Array, ""], used: int, tokens: int, spec: AttentionSpec
-) -> Attend:
+def attend_working_copy(start_W: Int[Array, "W"], step: Int[Array, ""], used: int, tokens: int, spec: AttentionSpec) -> Attend:
     """Attention of one step of a decode call over its working copy, one query a row, in one pass.
 
     The call's own keys and values lie behind the `used` positions, at the same place for all rows: no step scatters, none
@@ -76,18 +83,19 @@ def attend_working_copy(
     bits do not.
 
     Args:
-        start_C: positions of each row that were in the cache when the call began; none is above `used`.
+        start_W: positions of each row that were in the cache when the call began; none is above `used`.
         step: steps of the call before this one, of `tokens`.
     """
     index = jnp.arange(used + tokens)
-    # How far before the query each key lies; C U+N.
-    distance = jnp.where(index < used, start_C[:, None] + step - index, used + step - index)
-    held = (index < used) & (index < start_C[:, None])
+    # How far before the query each key lies; W U+N.
+    distance = jnp.where(index < used, start_W[:, None] + step - index, used + step - index)
+    held = (index < used) & (index < start_W[:, None])
     visible = held | ((index >= used) & (distance >= 0))
 
-    def attend(q: Array, k: Array, v: Array, copy: LayerCache, sliding: bool | Array) -> tuple[Array, LayerCache]:
-        keys = jax.lax.dynamic_update_slice_in_dim(copy[0], k.astype(copy[0].dtype).transpose(0, 2, 3, 1), used + step, 3)
-        values = jax.lax.dynamic_update_slice_in_dim(copy[1], v.astype(copy[1].dtype).transpose(0, 2, 1, 3), used + step, 2)
+    def attend(q: Array, k: Array, v: Array, cache: LayerCache, sliding: bool | Array) -> tuple[Array, LayerCache]:
+        keys, values = cache
+        keys = jax.lax.dynamic_update_slice_in_dim(keys, k.astype(keys.dtype).transpose(0, 2, 3, 1), used + step, 3)
+        values = jax.lax.dynamic_update_slice_in_dim(values, v.astype(values.dtype).transpose(0, 2, 1, 3), used + step, 2)
         mask = visible & (distance < spec.window) if sliding else visible
         grouped = group_queries(q, keys.shape[1], spec.scale)
         scores = soft_cap(dot("BKTQH,BKHZ->BKTQZ", grouped, keys), spec.softcap)
@@ -99,11 +107,13 @@ def attend_working_copy(
     return attend
 
 
-def keep_new(cache: Cache, copy: Cache, used: int, start_C: Int[Array, "C"], count_C: Int[Array, "C"]) -> Cache:
+def keep_new(
+    cache: Cache, copy: Cache, slot_W: Int[Array, "W"], used: int, start_W: Int[Array, "W"], count_W: Int[Array, "W"]
+) -> Cache:
     """Writes the first count tokens behind the `used` positions of a working copy into their slots, from `start` on."""
-    slots, ahead = start_C.shape[0], jnp.arange(copy[0][0].shape[3] - used)
-    where = jnp.where(ahead < count_C[:, None], jnp.arange(slots)[:, None], slots)  # beyond the last slot: dropped
-    pos = start_C[:, None] + ahead
+    slots, ahead = cache[0][0].shape[0], jnp.arange(copy[0][0].shape[3] - used)
+    where = jnp.where(ahead < count_W[:, None], slot_W[:, None], slots)  # beyond the last slot: dropped
+    pos = start_W[:, None] + ahead
     return tuple(
         (
             keys.at[where, :, :, pos].set(new_keys[..., used:].transpose(0, 3, 1, 2), mode="drop"),

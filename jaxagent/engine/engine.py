@@ -40,7 +40,7 @@ class EngineOptions:
     append_rows: int = 8  # R, rows per prefill call
     append_tokens: tuple[int, ...] = (64,)  # A, prefill lengths that are compiled
     chunk: int = 128  # cache positions that attention reads at once
-    exact: bool = True  # no bit of a row depends on its neighbours; else the positions in use are read in one pass
+    exact: bool = True  # no bit of a row depends on its neighbours; else only rows and positions in use are computed
     fork_min_tokens: int = 32  # shorter prompts are prefilled again instead of copied
     stop_tokens: int = 4  # most stop ids of a request
     linger: float = 0.3  # longest wait for company, as a share of a decode call
@@ -55,9 +55,9 @@ class EngineOptions:
 
 
 def used_lengths(chunk: int, slot_tokens: int) -> list[int]:
-    """The lengths that are compiled for reading the positions in use: 1, 2, 3, 4, 6, 8, 12 ... chunks, and a whole slot."""
-    steps = sorted({chunk * (base << doubled) for base in (2, 3) for doubled in range(slot_tokens.bit_length())} | {chunk})
-    return [length for length in steps if length < slot_tokens] + [slot_tokens]
+    """The lengths that are compiled for reading the positions in use: 1, 2, 4, 8 ... chunks, and a whole slot."""
+    doubled = [chunk << n for n in range(slot_tokens.bit_length())]
+    return [length for length in doubled if length < slot_tokens] + [slot_tokens]
 
 
 @dataclass
@@ -87,7 +87,8 @@ class Engine:
         self._steps = make_steps(
             config, dtype=dtype, chunk=o.chunk, decode_tokens=o.decode_tokens, mesh=mesh, record_routing=o.record_routing
         )
-        self._used_lengths = [0] if o.exact else used_lengths(o.chunk, o.slot_tokens)
+        self._lengths = used_lengths(o.chunk, o.slot_tokens)
+        self._widths = sorted({-(-o.slots // parts) for parts in (1, 2, 4)})
         self._cache = mesh.place(new_cache(config, o.slots, o.slot_tokens, dtype), (None, "kv_heads"))
         self._rows = mesh.place(new_rows(o.slots, o.stop_tokens))
         skeleton = nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0)))
@@ -203,20 +204,27 @@ class Engine:
     def _tick(self) -> None:
         began = time.monotonic()
         self._prefill()
-        decoded = self._steps.decode(self._params, self._cache, self._rows, self._armed, self._used())
+        rows = [row for row in self.table.by_slot if row and row.request]
+        slot_W, used = self._active(rows)
+        decoded = self._steps.decode(self._params, self._cache, self._rows, self._armed, slot_W, used)
         self._cache, self._rows, tokens, logprobs, routing = decoded
         self._armed = self._no_arming()
-        tokens_CN, logprobs_CN = np.asarray(tokens), np.asarray(logprobs)
-        self._collect(tokens_CN, logprobs_CN, None if routing is None else np.asarray(routing))
+        tokens_WN, logprobs_WN = np.asarray(tokens), np.asarray(logprobs)
+        self._collect(rows, slot_W is None, tokens_WN, logprobs_WN, None if routing is None else np.asarray(routing))
         self._segment_s = time.monotonic() - began
         self._stats.busy_s += self._segment_s
         self._stats.decode_calls += 1
-        self._stats.row_steps += tokens_CN.size
+        self._stats.row_steps += tokens_WN.size
 
-    def _used(self) -> int:
-        """The compiled length that holds what every row has in its slot, or 0 in exact mode."""
-        held = max((row.known + len(row.tokens) - 1 for row in self.table.rows.values() if row.request), default=0)
-        return next(length for length in self._used_lengths if length >= held or not length)
+    def _active(self, rows: list[Row]) -> tuple[np.ndarray | None, int]:
+        """The slots to step and the positions that they use, both of compiled sizes; all of both in exact mode."""
+        if self.options.exact:
+            return None, 0
+        width = next(width for width in self._widths if width >= len(rows))
+        slot_W = np.full(width, self.options.slots, np.int32)  # beyond the last slot: nobody
+        slot_W[: len(rows)] = [row.slot for row in rows]
+        held = max((row.known + len(row.tokens) - 1 for row in rows), default=0)
+        return slot_W, next(length for length in self._lengths if length >= held)
 
     def _prefill(self) -> None:
         """Puts the fed tokens of new turns, but the pending ones, into the cache, and arms their rows."""
@@ -290,21 +298,23 @@ class Engine:
         rows = {name: np.zeros(old.shape, old.dtype) for name, old in self._rows.items()}
         return {"mask": np.zeros(self.options.slots, bool), **rows}
 
-    def _collect(self, tokens_CN: np.ndarray, logprobs_CN: np.ndarray, routing_CN: np.ndarray | None) -> None:
-        """Hands the emitted tokens to their rows and answers the turns that ended."""
+    def _collect(
+        self, rows: list[Row], by_slot: bool, tokens_WN: np.ndarray, logprobs_WN: np.ndarray, routing_WN: np.ndarray | None
+    ) -> None:
+        """Hands the emitted tokens to their rows, which lie by slot or in order, and answers the turns that ended."""
         answers: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Future, Sample]]] = {}
-        counts = (tokens_CN >= 0).sum(axis=1).tolist()
-        tokens, logprobs = tokens_CN.tolist(), logprobs_CN.tolist()
-        for row in self.table.by_slot:
-            if row is None or row.request is None:
-                continue
-            n = counts[row.slot]
-            row.tokens += tokens[row.slot][:n]
-            row.logprobs += logprobs[row.slot][:n]
+        counts = (tokens_WN >= 0).sum(axis=1).tolist()
+        tokens, logprobs = tokens_WN.tolist(), logprobs_WN.tolist()
+        for i, row in enumerate(rows):
+            at = row.slot if by_slot else i
+            n = counts[at]
+            row.tokens += tokens[at][:n]
+            row.logprobs += logprobs[at][:n]
             row.versions += [self._version] * n
-            if routing_CN is not None:
-                row.routing.append(routing_CN[row.slot, :n])
+            if routing_WN is not None:
+                row.routing.append(routing_WN[at, :n])
             self._stats.sampled += n
+            assert row.request is not None
             stopped = row.tokens[-1] in row.request.stop
             if stopped or len(row.tokens) == row.request.sampling.max_tokens:
                 loop, future = row.ticket
@@ -362,8 +372,10 @@ class Engine:
             while length < self.options.slot_tokens:
                 length = self._fork_length(length + 1)
                 self._cache = self._steps.fork(self._cache, none, nowhere, length)
-        for used in self._used_lengths:
-            decoded = self._steps.decode(self._params, self._cache, self._rows, self._armed, used)
+        programs = [(None, 0)] if self.options.exact else [(w, used) for w in self._widths for used in self._lengths]
+        for width, used in programs:
+            slot_W = None if width is None else np.full(width, self.options.slots, np.int32)
+            decoded = self._steps.decode(self._params, self._cache, self._rows, self._armed, slot_W, used)
             self._cache, self._rows, *_ = decoded
         jax.block_until_ready(self._cache)
 

@@ -58,8 +58,8 @@ def make_steps(
 ) -> Steps:
     """Builds the programs for a decoder on one replica. `chunk` and `decode_tokens` are static; every other choice is data.
 
-    `decode` takes how many positions of the slots are in use and reads these in one pass, or 0 and reads chunks, so that no
-    row's bits depend on its neighbours.
+    `decode` steps all slots and reads chunks, so that no row's bits depend on its neighbours; or it is told which slots to
+    step, and how many positions of them are in use, and reads these in one pass.
 
     Adapters are merged when weights are published: decoding costs what it does without them. With `record_routing`, append
     and decode also return the experts of every fed token, int16 [..., L, k].
@@ -101,12 +101,13 @@ def make_steps(
         return forward(params, cache, token_RA, pos_RA, attend)[1:]
 
     def decode(
-        params: Params, cache: Cache, rows: Rows, armed: Rows, used: int = 0
+        params: Params, cache: Cache, rows: Rows, armed: Rows, slot_W: Int[Array, "W"] | None = None, used: int = 0
     ) -> tuple[Cache, Rows, Array, Array, Array | None]:
-        rows = arm(rows, armed)
-        slots, start_C = rows["token"].shape[0], rows["pos"]
-        u_CN = uniforms(rows["key"], start_C[:, None] + 1 + jnp.arange(decode_tokens))
-        shape = slots, decode_tokens
+        all_rows = arm(rows, armed)
+        rows = all_rows if slot_W is None else pick(all_rows, slot_W)
+        width, start_W = rows["token"].shape[0], rows["pos"]
+        u_WN = uniforms(rows["key"], start_W[:, None] + 1 + jnp.arange(decode_tokens))
+        shape = width, decode_tokens
         routed = jnp.zeros((*shape, config.layers, config.experts_per_token), jnp.int16) if record_routing else None
         emitted = jnp.full(shape, -1, jnp.int32), jnp.zeros(shape, jnp.float32), routed
 
@@ -114,30 +115,32 @@ def make_steps(
             cache, rows, tokens, logprobs, routed = carry
             live = rows["live"]
             pos = jnp.where(live, rows["pos"], 0)[:, None]
-            if used:
-                attend = attend_working_copy(start_C, i, used, decode_tokens, config.attention)
-            else:
+            if slot_W is None:
                 attend = attend_slots(None, pos, live[:, None], chunk, config.attention)
+            else:
+                attend = attend_working_copy(start_W, i, used, decode_tokens, config.attention)
             x, cache, routing = forward(params, cache, rows["token"][:, None], pos, attend)
             hidden = rms_norm(x[:, 0], params["norm"], config.norm_eps, config.plus_one_norms)
             logits = head_logits(head_table(params, config), hidden, config)
-            token, logprob = sample(logits, u_CN[:, i], rows["temperature"], rows["top_k"], rows["top_p"])
+            token, logprob = sample(logits, u_WN[:, i], rows["temperature"], rows["top_k"], rows["top_p"])
             tokens = tokens.at[:, i].set(jnp.where(live, token, -1))
             logprobs = logprobs.at[:, i].set(jnp.where(live, logprob, 0.0))
             if routing is not None:
                 routed = routed.at[:, i].set(routing[:, 0])
             return cache, advance(rows, token), tokens, logprobs, routed
 
-        writes = working_copy(cache, used, decode_tokens) if used else cache
-        writes, rows, *out = jax.lax.fori_loop(0, decode_tokens, step, (writes, rows, *emitted))
-        cache = keep_new(cache, writes, used, start_C, rows["pos"] - start_C) if used else writes
-        return cache, rows, *out
+        if slot_W is None:
+            return jax.lax.fori_loop(0, decode_tokens, step, (cache, rows, *emitted))
+        copy = working_copy(cache, slot_W, used, decode_tokens)
+        copy, rows, *out = jax.lax.fori_loop(0, decode_tokens, step, (copy, rows, *emitted))
+        cache = keep_new(cache, copy, slot_W, used, start_W, rows["pos"] - start_W)
+        return cache, put_back(all_rows, rows, slot_W), *out
 
     return Steps(
         publish=jax.jit(publish),
         append=jax.jit(append, donate_argnums=1),
         fork=jax.jit(copy_prefix, static_argnums=3, donate_argnums=0),
-        decode=jax.jit(decode, static_argnums=4, donate_argnums=(1, 2)),
+        decode=jax.jit(decode, static_argnums=5, donate_argnums=(1, 2)),
     )
 
 
@@ -145,6 +148,17 @@ def arm(rows: Rows, armed: Rows) -> Rows:
     """Overwrites the rows that `armed["mask"]` marks: a turn begins, or a released row is frozen."""
     pick = armed["mask"]
     return {name: jnp.where(pick.reshape(pick.shape + (1,) * (old.ndim - 1)), armed[name], old) for name, old in rows.items()}
+
+
+def pick(rows: Rows, slot_W: Int[Array, "W"]) -> Rows:
+    """The state of some slots; one beyond the last is frozen."""
+    picked = {name: jnp.take(state, slot_W, axis=0, mode="clip") for name, state in rows.items()}
+    return {**picked, "live": picked["live"] & (slot_W < rows["live"].shape[0])}
+
+
+def put_back(rows: Rows, picked: Rows, slot_W: Int[Array, "W"]) -> Rows:
+    """All slots, with the picked ones as they are now."""
+    return {name: state.at[slot_W].set(picked[name], mode="drop") for name, state in rows.items()}
 
 
 def advance(rows: Rows, token: Int[Array, "C"]) -> Rows:

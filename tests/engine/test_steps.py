@@ -65,8 +65,10 @@ class Rig:
         for slot, (token, pos) in (begin or {}).items():
             armed["mask"][slot] = armed["live"][slot] = True
             armed["token"][slot], armed["pos"][slot], armed["left"][slot], armed["key"][slot] = token, pos, left, (7, slot)
-        self.cache, self.rows, tokens, logprobs, _ = self.steps.decode(self.params, self.cache, self.rows, armed, used)
-        return np.asarray(tokens), np.asarray(logprobs)
+        slots = np.asarray([2, 0, SLOTS, 1], np.int32) if used else None
+        self.cache, self.rows, tokens, logprobs, _ = self.steps.decode(self.params, self.cache, self.rows, armed, slots, used)
+        order = [1, 3, 0] if used else slice(None)  # back to the order of the slots
+        return np.asarray(tokens)[order], np.asarray(logprobs)[order]
 
 
 @pytest.fixture(scope="module", params=KINDS.values(), ids=list(KINDS))
