@@ -123,6 +123,20 @@ def keep_new(
     )
 
 
+def read_slot(cache: Cache, slot: Int[Array, ""], used: int) -> Cache:
+    """The first `used` positions of one slot, per layer keys [K, H, used] and values [K, used, H]."""
+    return tuple((keys[slot, :, :, :used], values[slot, :, :used]) for keys, values in cache)
+
+
+def write_slot(cache: Cache, slot: Int[Array, ""], stash: Cache) -> Cache:
+    """Puts back what `read_slot` gave; a slot beyond the last is dropped."""
+    used = stash[0][0].shape[2]
+    return tuple(
+        (keys.at[slot, :, :, :used].set(k, mode="drop"), values.at[slot, :, :used].set(v, mode="drop"))
+        for (keys, values), (k, v) in zip(cache, stash, strict=True)
+    )
+
+
 def copy_prefix(cache: Cache, src_R: Int[Array, "R"], dst_R: Int[Array, "R"], used: int) -> Cache:
     """Copies the first `used` positions of slot src[i] into slot dst[i]; a dst beyond the last slot is dropped."""
 

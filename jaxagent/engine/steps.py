@@ -1,4 +1,6 @@
-"""The engine's programs: publish, append, fork and decode. Pure functions of pytrees, jitted once, everything donated.
+"""The engine's programs: publish, append, fork, stash, restore and decode. Pure functions of pytrees, all jitted once.
+
+Whatever they change is donated to them.
 
 `append` is pure prefill and samples nothing. The last token fed to a row is left pending: `decode` feeds it and draws the
 next one, so the first sampled token of a turn takes the same path as all others, whoever its neighbours are.
@@ -16,7 +18,16 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Int
 
-from jaxagent.engine.cache import Cache, attend_slots, attend_working_copy, copy_prefix, keep_new, working_copy
+from jaxagent.engine.cache import (
+    Cache,
+    attend_slots,
+    attend_working_copy,
+    copy_prefix,
+    keep_new,
+    read_slot,
+    working_copy,
+    write_slot,
+)
 from jaxagent.engine.sampling import sample, uniforms
 from jaxagent.models.adapters import merged, unadapted
 from jaxagent.models.attention import Attend
@@ -50,6 +61,8 @@ class Steps:
     publish: Callable[..., Params]
     append: Callable[..., tuple[Cache, Array | None]]
     fork: Callable[..., Cache]
+    stash: Callable[..., Cache]
+    restore: Callable[..., Cache]
     decode: Callable[..., tuple[Cache, Rows, Array, Array, Array | None]]
 
 
@@ -140,6 +153,8 @@ def make_steps(
         publish=jax.jit(publish),
         append=jax.jit(append, donate_argnums=1),
         fork=jax.jit(copy_prefix, static_argnums=3, donate_argnums=0),
+        stash=jax.jit(read_slot, static_argnums=2),
+        restore=jax.jit(write_slot, donate_argnums=0),
         decode=jax.jit(decode, static_argnums=5, donate_argnums=(1, 2)),
     )
 
