@@ -24,7 +24,7 @@ maze: $(VENV)/core  ## the smoke test: a smaller policy, sparse reward, under tw
 	$(BIN)/jaxagent train --config=configs/maze.py --workdir=runs/maze $(ARGS)
 
 test: $(VENV)/dev  ## the test suite, under ten minutes on two cores
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n auto --maxprocesses=4 --dist=loadfile $(ARGS)
 
 parity: $(VENV)/parity  ## compares logits, gradients and rendered chats with transformers under torch
 	$(BIN)/python -m pytest -m parity $(ARGS)

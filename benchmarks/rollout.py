@@ -1,0 +1,240 @@
+"""What multi-turn rollouts cost when tools take time: `python benchmarks/rollout.py --tool-ms 50` (or 2000).
+
+The same episodes in several ways in one process, on a model of random weights: turns of random length, a tool between them
+that sleeps, its answer as new tokens. "continuous" is the engine as it is: an episode goes on as soon as its tool answers, and
+feeds the new tokens only; with half the slots, those of waiting episodes move to host memory. "lock-step" is how synchronous
+trainers roll out: all sample, then all wait for the slowest tool, then comes the next turn; with the cache kept, or with the
+whole conversation prefilled again at every turn.
+
+Prints wall seconds and sampled tokens per second; ratios are within the run. `--parts` times the engine's programs instead.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import sys
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import jax
+import numpy as np
+from decode import SHAPES
+from flax import nnx
+
+from jaxagent.engine.engine import Engine, EngineOptions
+from jaxagent.models.transformer import Decoder, DecoderConfig, params_of
+from jaxagent.parts import keep_freed_memory
+from jaxagent.sharding import DeviceMesh
+from jaxagent.types import SampleRequest, Sampling, sampling_key
+
+
+@dataclass(frozen=True)
+class Episode:
+    """One trajectory: what it is told, how much it samples each turn, and how long each tool takes."""
+
+    name: str
+    group: str
+    fed: list[list[int]]
+    budgets: list[int]
+    tool_s: list[float]
+
+
+def main() -> None:
+    """Measures and prints a table in Markdown, or JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", choices=SHAPES, default="small")
+    parser.add_argument("--episodes", type=int, default=32)
+    parser.add_argument("--group", type=int, default=8)
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--turn-tokens", type=int, default=24, help="sampled tokens of a turn, in the mean")
+    parser.add_argument("--prompt-tokens", type=int, default=64)
+    parser.add_argument("--answer-tokens", type=int, default=8)
+    parser.add_argument("--tool-ms", type=float, default=50.0)
+    parser.add_argument("--tool-sigma", type=float, default=0.0, help="of the logarithm of the tool's time")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--parts", action="store_true")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    keep_freed_memory()
+    found = parts(options) if options.parts else modes(options)
+    if options.json:
+        print(json.dumps({"options": vars(options), **found}))
+        return
+    names = list(next(iter(found.values())))
+    print(f"| | {' | '.join(names)} |\n|---|{'---:|' * len(names)}")
+    for name, row in found.items():
+        print(f"| {name} | {' | '.join(f'{row[column]:.3g}' for column in names)} |")
+
+
+def make_episodes(options: argparse.Namespace, vocab: int, longest: int) -> list[Episode]:
+    """Episodes by a fixed seed; a group shares its prompt."""
+    rng = random.Random(0)
+
+    def words(count: int) -> list[int]:
+        return [rng.randrange(vocab) for _ in range(count)]
+
+    prompts = [words(options.prompt_tokens) for _ in range(-(-options.episodes // options.group))]
+    episodes = []
+    for i in range(options.episodes):
+        fed = [prompts[i // options.group], *(words(options.answer_tokens) for _ in range(options.turns - 1))]
+        budgets = [min(longest, 1 + int(rng.expovariate(1 / options.turn_tokens))) for _ in range(options.turns)]
+        slow = [options.tool_ms / 1e3 * rng.lognormvariate(0, options.tool_sigma) for _ in range(options.turns - 1)]
+        episodes.append(Episode(str(i), str(i // options.group), fed, budgets, slow))
+    return episodes
+
+
+def make_engine(options: argparse.Namespace, slots: int, slot_tokens: int, **changes: Any) -> Engine:
+    config = DecoderConfig(**SHAPES[options.model])
+    shape = {"slots": slots, "slot_tokens": slot_tokens, "chunk": 64, "decode_tokens": 8, "append_rows": 8}
+    engine = Engine(
+        config, EngineOptions(**{**shape, "append_tokens": (16, 64), "exact": False, **changes}), DeviceMesh.build(1)
+    )
+    engine.publish(jax.jit(lambda: params_of(Decoder(config, nnx.Rngs(0)))[1])(), version=0)
+    engine.warm_up().result()
+    return engine
+
+
+def modes(options: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """The least wall seconds of each way to roll out, taken in turns."""
+    longest = 4 * options.turn_tokens
+    tokens = options.prompt_tokens + options.turns * longest + (options.turns - 1) * options.answer_tokens
+    slot_tokens = -(-tokens // 64) * 64
+    episodes = make_episodes(options, SHAPES[options.model]["vocab_size"], longest)
+    sampled = sum(sum(episode.budgets) for episode in episodes)
+    whole = make_engine(options, options.episodes, slot_tokens)
+    half = make_engine(options, options.episodes // 2, slot_tokens, offload_after_s=options.tool_ms / 4e3)
+    ways: dict[str, Callable[[], Coroutine[Any, Any, None]]] = {
+        "continuous": lambda: continuous(whole, episodes),
+        "continuous, half the slots": lambda: continuous(half, episodes),
+        "lock-step, cache kept": lambda: lock_step(whole, episodes, keep=True),
+        "lock-step, prefilled again": lambda: lock_step(whole, episodes, keep=False),
+    }
+    best = dict.fromkeys(ways, float("inf"))
+    for repeat in range(options.repeats + 1):
+        for name, way in ways.items():
+            began = time.perf_counter()
+            asyncio.run(way())
+            if repeat:
+                best[name] = min(best[name], time.perf_counter() - began)
+    whole.close()
+    half.close()
+    slowest = max(sum(episode.tool_s) for episode in episodes)
+    return {
+        name: {
+            "wall s": s,
+            "sampled tokens/s": sampled / s,
+            "of continuous": best["continuous"] / s,
+            "slowest tools s": slowest,
+        }
+        for name, s in best.items()
+    }
+
+
+async def say(engine: Engine, episode: Episode, turn: int, tokens: list[int], start: int, suffix: str = "") -> list[int]:
+    """Samples one turn of an episode after `tokens`."""
+    request = SampleRequest(
+        episode.name + suffix,
+        tuple(tokens),
+        start,
+        sampling_key(0, episode.name, 0),
+        (),
+        Sampling(max_tokens=episode.budgets[turn]),
+        episode.group + suffix,
+    )
+    return (await engine.generate(request)).tokens
+
+
+async def continuous(engine: Engine, episodes: list[Episode]) -> None:
+    async def play(episode: Episode) -> None:
+        held = 0
+        for turn, fed in enumerate(episode.fed):
+            held += len(fed) + len(await say(engine, episode, turn, fed, held))
+            if turn < len(episode.tool_s):
+                await asyncio.sleep(episode.tool_s[turn])
+        engine.release(episode.name)
+
+    await asyncio.gather(*map(play, episodes))
+
+
+async def lock_step(engine: Engine, episodes: list[Episode], keep: bool) -> None:
+    rows: list[list[int]] = [[] for _ in episodes]
+    for turn in range(len(episodes[0].fed)):
+
+        async def sample(i: int, turn: int = turn) -> None:
+            episode, row, suffix = episodes[i], rows[i], "" if keep else f"/{turn}"
+            fed = episode.fed[turn] if keep else [*row, *episode.fed[turn]]
+            row += [*episode.fed[turn], *await say(engine, episode, turn, fed, len(row) if keep else 0, suffix)]
+            if not keep or turn == len(episode.tool_s):
+                engine.release(episode.name + suffix)
+
+        await asyncio.gather(*map(sample, range(len(episodes))))
+        if turn < len(episodes[0].tool_s):
+            await asyncio.gather(*(asyncio.sleep(episode.tool_s[turn]) for episode in episodes))
+
+
+def parts(options: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """CPU milliseconds of what an engine does instead of another thing, taken in turns, and their ratio."""
+    config = DecoderConfig(**SHAPES[options.model])
+    held, new, group = 1024, 64, options.group
+    engine = make_engine(
+        options, group, held + 2 * new, append_rows=group, append_tokens=(new, held), exact=True, chunk=held + 2 * new
+    )
+    short = make_engine(options, group, 256, append_rows=group, append_tokens=(new,), chunk=64, exact=False)
+    wide = make_engine(options, group, 4096, append_rows=group, append_tokens=(new,), chunk=64, exact=False)
+    one = make_engine(options, group, held + 2 * new, append_rows=1, append_tokens=(held,), chunk=held + 2 * new)
+    rng = np.random.default_rng(0)
+
+    def append(engine: Engine, rows: int, count: int, start: int) -> None:
+        tokens = rng.integers(0, config.vocab_size, (rows, count)).astype(np.int32)
+        full = np.full(rows, count, np.int32)
+        slots, at = np.arange(rows, dtype=np.int32), np.full(rows, start, np.int32)
+        engine._cache, _ = engine._steps.append(engine._params, engine._cache, slots, tokens, at, full)
+        jax.block_until_ready(engine._cache)
+
+    def fork() -> None:
+        append(one, 1, held, 0)
+        slots = np.zeros(1, np.int32)
+        for member in range(1, group):
+            one._cache = one._steps.fork(one._cache, slots, np.asarray([member], np.int32), one._copied_length(held))
+        jax.block_until_ready(one._cache)
+
+    def decode(engine: Engine, used: int) -> None:
+        armed = engine._no_arming()
+        armed["mask"][:] = armed["live"][:] = True
+        armed["pos"][:], armed["left"][:], armed["top_p"][:], armed["temperature"][:] = 100, 1000, 1.0, 1.0
+        slots = np.arange(group, dtype=np.int32)
+        out = engine._steps.decode(engine._params, engine._cache, engine._rows, armed, slots, used)
+        engine._cache, engine._rows, *_ = jax.block_until_ready(out)
+
+    pairs = {
+        f"a group's prompt of {held}: {group} prefills / one and copies": (lambda: append(engine, group, held, 0), fork),
+        f"{new} tokens onto {held}: prefill again / append": (
+            lambda: (append(engine, group, held, 0), append(engine, group, new, held)),
+            lambda: append(engine, group, new, held),
+        ),
+        "decode with 128 in use: of 4096 / of 256": (lambda: decode(wide, 128), lambda: decode(short, 128)),
+    }
+    found = {}
+    for name, pair in pairs.items():
+        best = [float("inf")] * 2
+        for _ in range(options.repeats + 1):
+            for i, work in enumerate(pair):
+                began = time.process_time()
+                work()
+                best[i] = min(best[i], time.process_time() - began)
+        found[name] = {"first ms": best[0] * 1e3, "second ms": best[1] * 1e3, "ratio": best[0] / best[1]}
+    for each in (engine, short, wide, one):
+        each.close()
+    return found
+
+
+if __name__ == "__main__":
+    main()
