@@ -22,8 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from .frames import CALL, EXEC, FRAME, OPEN, READ, READY, REPLY, TEXT_MAX, WRITE
+from .shell import DEFAULT_SIGNALS, Shell
 
-BASH_MAX_BYTES = 128 << 10  # the kernel's limit on one argument
+BASH_MAX_BYTES = 128 << 10  # it reads them one by one
 _ONLY_AST = 0x400  # ast.PyCF_ONLY_AST, without importing ast
 
 
@@ -65,6 +66,7 @@ class Child:
         self._runs = 0
         self._armed = False
         self._groups: list[int] = []
+        self._shell: Shell | None = None
 
     def serve(self) -> None:
         """Answers until the server closes the socket."""
@@ -149,7 +151,7 @@ class Child:
             _reap(group)
         if head.get("once"):
             self._prepare_once(head, blob)
-        run = self._bash if head["language"] == "bash" else self._python
+        run = self._command if "command" in head else self._bash if head["language"] == "bash" else self._python
         state: Head = {"exit_code": None, "value": None}
         reply = self._run(head["timeout_s"], lambda: run(head, state), state)
         _flush()
@@ -170,9 +172,7 @@ class Child:
         cpu_s = int(head["timeout_s"]) + 1
         resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s + 1))
         if head.get("memory_bytes"):
-            now = resource.getrlimit(resource.RLIMIT_AS)[1]
-            wanted = head["memory_bytes"] if now == resource.RLIM_INFINITY else min(now, head["memory_bytes"])
-            resource.setrlimit(resource.RLIMIT_AS, (wanted, wanted))
+            _limit_address(head["memory_bytes"])
 
     def _python(self, head: Head, state: Head) -> Head:
         if self._main is None:
@@ -209,19 +209,35 @@ class Child:
         script = os.fsencode(head["code"])
         if len(script) >= BASH_MAX_BYTES or b"\0" in script:
             return {"outcome": "program_error", "error": f"bash code must be below {BASH_MAX_BYTES} bytes, without NUL"}
+        if self._shell is None or not self._shell.alive():
+            self._shell = Shell()
+        shell, self._shell = self._shell, None
+        try:
+            code, there = shell.run(script)
+        except ProgramTimeout:
+            _end_group(shell.pid)
+            raise
+        if there:
+            self._shell = shell
+        else:
+            self._groups.append(shell.pid)
+        state["exit_code"] = code if code >= 0 else 128 - code
+        return _ended(state)
+
+    def _command(self, head: Head, state: Head) -> Head:
+        """Runs a program of another language, or its compiler."""
+        if head.get("address_bytes"):
+            _limit_address(head["address_bytes"])
         pid = 0
         try:
-            # Python ignores these two signals, a shell must not
-            ignored = [_signal.SIGPIPE, _signal.SIGXFSZ]
-            arguments = [b"bash", b"-c", script]
-            pid = os.posix_spawn("/bin/bash", arguments, os.environ, setpgroup=0, setsigdef=ignored)
+            words = head["command"]
+            more = {"LD_LIBRARY_PATH": head["libraries"]} if head.get("libraries") else {}
+            pid = os.posix_spawn(words[0], words, {**os.environ, **more}, setpgroup=0, setsigdef=DEFAULT_SIGNALS)
             self._groups.append(pid)
             code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         except ProgramTimeout:
             if pid:
-                _kill(-pid)
-                _kill(pid)
-                os.waitpid(pid, 0)
+                _end_group(pid)
             raise
         state["exit_code"] = code if code >= 0 else 128 - code
         return _ended(state)
@@ -249,6 +265,13 @@ class Child:
             return {}
 
         return self._run(head["timeout_s"], work, {}), found[0] if found else b""
+
+
+def _limit_address(size_bytes: int) -> None:
+    """Sets how much address space each process from here on may have, as far as that may be set."""
+    most = resource.getrlimit(resource.RLIMIT_AS)[1]
+    wanted = size_bytes if most == resource.RLIM_INFINITY else min(most, size_bytes)
+    resource.setrlimit(resource.RLIMIT_AS, (wanted, wanted))
 
 
 def _ended(state: Head) -> Head:
@@ -283,6 +306,13 @@ def _finish() -> None:
 def _kill(pid: int) -> None:
     with contextlib.suppress(OSError):
         os.kill(pid, _signal.SIGKILL)
+
+
+def _end_group(pid: int) -> None:
+    """Ends a process that leads a group, and its group."""
+    _kill(-pid)
+    _kill(pid)
+    os.waitpid(pid, 0)
 
 
 def _reap(group: int) -> None:

@@ -8,9 +8,13 @@ from typing import NamedTuple
 
 
 class Limits(NamedTuple):
-    """What one child may use. `processes` counts threads too; `cpu_s` is per process, over the session's life."""
+    """What one child may use. `processes` counts threads too; `cpu_s` is per process, over the session's life.
+
+    `address_bytes` is what a process may reserve where the memory that it uses is counted (level L3).
+    """
 
     memory_bytes: int = 512 << 20
+    address_bytes: int = 8 << 30
     processes: int = 64
     file_bytes: int = 64 << 20
     disk_bytes: int = 128 << 20

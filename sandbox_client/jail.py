@@ -149,11 +149,16 @@ def raise_file_limit() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def set_shared_limits(limits: Limits) -> None:
-    """Sets, in the zygote, the rlimits that it can bear itself: its children then have them for nothing."""
+def set_shared_limits(limits: Limits, *, bounded: bool) -> None:
+    """Sets, in the zygote, the rlimits that it can bear itself: its children then have them for nothing.
+
+    `bounded`: a cgroup counts the memory that is really used, so a program may raise its limit on mere address space,
+    of which the runtimes of some languages reserve gigabytes.
+    """
+    most = _allowed(resource.RLIMIT_AS, limits.address_bytes if bounded else limits.memory_bytes)
+    resource.setrlimit(resource.RLIMIT_AS, (min(most, limits.memory_bytes), most))
     for kind, value in (
         (resource.RLIMIT_CORE, 1),  # 0 would still start the host's crash handler, where it reads cores from a pipe
-        (resource.RLIMIT_AS, limits.memory_bytes),
         (resource.RLIMIT_FSIZE, limits.file_bytes),
         (resource.RLIMIT_MEMLOCK, 0),
         (resource.RLIMIT_MSGQUEUE, 0),

@@ -19,6 +19,7 @@ from typing import Any
 
 from . import frames, wire
 from .groups import Limits
+from .output import Output
 
 # the package's face is not imported there: it would bring the client with it
 _BOOT = (
@@ -27,8 +28,6 @@ _BOOT = (
 )
 _HEAD_MAX_BYTES = wire.REQUEST_MAX_BYTES + (1 << 16)
 _READ_BYTES = 1 << 16
-_BURST_BYTES = 1 << 18  # after so much output in one go the loop turns to the others
-_BURST_PAUSE_S = 0.005
 _EXIT_PATIENCE_S = 2.0
 _WATCH_S = 0.1
 
@@ -48,7 +47,8 @@ def readable_paths() -> list[str]:
     system = ["/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/alternatives", "/etc/ld.so.cache"]
     prefixes = [sys.prefix, sys.base_prefix, str(Path(sys.executable).resolve().parent.parent)]
     own = [f"{prefix}/{part}" for prefix in dict.fromkeys(prefixes) for part in ("bin", "lib", "lib64", "pyvenv.cfg")]
-    return [*system, "/etc/localtime", *(path for path in own if not path.startswith("/usr/"))]
+    java = map(str, Path("/etc").glob("java-*"))  # its installation is full of links to there
+    return [*system, "/etc/localtime", *java, *(path for path in own if not path.startswith("/usr/"))]
 
 
 def _import_path(functions: Sequence[str]) -> list[str]:
@@ -60,83 +60,6 @@ def _import_path(functions: Sequence[str]) -> list[str]:
             depth = 2 if spec.submodule_search_locations else 1
             places.append(str(Path(spec.origin).absolute().parents[depth - 1]))
     return list(dict.fromkeys(places))
-
-
-class Output:
-    """One stream of a child: drained while the program runs, first and last half of `limit` kept, the rest counted."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, descriptor: int) -> None:
-        self._loop = loop
-        self._descriptor = descriptor
-        os.set_blocking(descriptor, False)
-        self._pause: asyncio.TimerHandle | None = None
-        self.at_end = False  # no process holds the writing end any more
-        self._used = False
-
-    def begin(self, limit: int) -> None:
-        """Starts a new record."""
-        self._half = limit // 2
-        self._head, self._tail = bytearray(), bytearray()
-        self._total = self._burst = 0
-        self._used = True
-        if self._descriptor >= 0:
-            self._loop.add_reader(self._descriptor, self._readable)
-
-    def _read(self) -> int:
-        """Reads once. Returns the number of bytes, 0 at the end, -1 when there is nothing now."""
-        try:
-            data = os.read(self._descriptor, _READ_BYTES)
-        except BlockingIOError:
-            return -1
-        self._total += len(data)
-        self.at_end = not data
-        room = max(0, self._half - len(self._head))
-        self._head += data[:room]
-        self._tail += data[room:]
-        if len(self._tail) > 2 * self._half + _READ_BYTES:
-            del self._tail[: len(self._tail) - self._half]
-        return len(data)
-
-    def _readable(self) -> None:
-        count = self._read()
-        self._burst += count
-        if count == 0:  # every writer is gone
-            self._loop.remove_reader(self._descriptor)
-        elif self._burst >= _BURST_BYTES:
-            self._burst = 0
-            self._loop.remove_reader(self._descriptor)
-            self._pause = self._loop.call_later(_BURST_PAUSE_S, self._resume)
-
-    def _resume(self) -> None:
-        self._pause = None
-        self._loop.add_reader(self._descriptor, self._readable)
-
-    def _drain(self) -> None:
-        """Stops listening and takes what is still in the pipe."""
-        if self._pause:
-            self._pause.cancel()
-            self._pause = None
-        if self._used and self._descriptor >= 0:
-            self._loop.remove_reader(self._descriptor)
-            for _ in range(32):  # bounded, for a background program may refill the pipe as fast
-                if self._read() <= 0:
-                    break
-
-    def end(self) -> tuple[str, int]:
-        """Returns the text of the record and the count of bytes dropped."""
-        self._drain()
-        del self._tail[: max(0, len(self._tail) - self._half)]
-        dropped = self._total - len(self._head) - len(self._tail)
-        if not dropped:
-            return (self._head + self._tail).decode(errors="replace"), 0
-        gap = f"\n[... {dropped} bytes dropped ...]\n"
-        return self._head.decode(errors="replace") + gap + self._tail.decode(errors="replace"), dropped
-
-    def close(self) -> None:
-        """Closes the pipe; the record can still be asked for."""
-        self._drain()
-        os.close(self._descriptor)
-        self._descriptor = -1
 
 
 class Child:
@@ -260,9 +183,20 @@ class Child:
 class Pool:
     """The zygote's process and the children it has forked."""
 
-    def __init__(self, level: str, functions: Sequence[str], uid: int | None, limits: Limits, warm: int) -> None:
-        self.level = level
+    def __init__(
+        self,
+        level: str,
+        functions: Sequence[str],
+        uid: int | None,
+        limits: Limits,
+        warm: int,
+        imports: Sequence[str] = (),
+        toolchains: Sequence[str] = (),
+    ) -> None:
+        """`imports`: modules that children find imported; `toolchains`: more directories of tools that they may read."""
+        self.level, self.imports = level, tuple(imports)
         self._functions, self._uid, self.limits = tuple(functions), uid, limits
+        self._toolchains = tuple(toolchains) if level > "L1" else ()
         self._target = warm
         self._numbers = itertools.count(1)
         self._children: dict[int, Child] = {}
@@ -271,26 +205,27 @@ class Pool:
         self._waiting: deque[asyncio.Future[Child]] = deque()
         self._orders: deque[tuple[bytes, tuple[int, ...]]] = deque()
         self._reports = bytearray()
-        self._closed = self.dead = False
-        self.forks = self.cold_takes = 0
+        self._closed = self.dead = self._begun = False
+        self.forks = self.takes = self.cold_takes = 0
         self.on_death: Callable[[], None] = lambda: None
 
     async def start(self) -> dict[str, Any]:
         """Starts the zygote. Returns {} or why it could not lock: `reason` and `remedy`, or `fatal`."""
-        self.loop = asyncio.get_running_loop()
+        self.loop, self._begun = asyncio.get_running_loop(), True
         self._control, theirs = socket.socketpair()
         config = {
             "level": self.level,
             "uid": self._uid,
             "limits": self.limits._asdict(),
-            "readable": readable_paths(),
+            "readable": [*readable_paths(), *self._toolchains],
             "path": _import_path(self._functions),
             "functions": self._functions,
+            "imports": self.imports,
             "scratch": tempfile.gettempdir(),
         }
         self._process = subprocess.Popen(  # noqa: ASYNC220  (once, at the start)
             [sys.executable, "-I", "-S", "-X", "utf8", "-c", _BOOT, str(Path(__file__).parent), str(theirs.fileno())],
-            env=_child_environment() | {"LD_BIND_NOW": "1"},  # else every child resolves the same symbols again
+            env=child_environment(self._toolchains) | {"LD_BIND_NOW": "1"},  # else every child resolves the same symbols again
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             pass_fds=[theirs.fileno()],
@@ -314,6 +249,7 @@ class Pool:
 
     async def take(self) -> Child:
         """Returns a locked child that nobody has used. Raises ChildDied when it cannot be had."""
+        self.takes += 1
         while self._warm:
             child = self._warm.popleft()
             if child.alive:
@@ -342,6 +278,11 @@ class Pool:
         return len(self._children)
 
     @property
+    def dying(self) -> int:
+        """Returns how many were ordered to end and have not been reported dead: 0 but for moments."""
+        return sum(not child.alive for child in self._children.values())
+
+    @property
     def memory_bytes(self) -> int:
         return self.limits.memory_bytes
 
@@ -351,6 +292,8 @@ class Pool:
 
     async def close(self) -> None:
         """Ends the zygote, which first ends and reaps every child."""
+        if not self._begun:
+            return
         children = list(self._children.values())
         for child in children:
             child.kill("closed")
@@ -438,9 +381,10 @@ class Pool:
                 self._warm.remove(child)
 
 
-def _child_environment() -> dict[str, str]:
+def child_environment(toolchains: Sequence[str] = ()) -> dict[str, str]:
     """Returns the whole environment of a program. Nothing of the server's is in it."""
-    binaries = dict.fromkeys([f"{sys.prefix}/bin", f"{sys.base_prefix}/bin", "/usr/local/bin", "/usr/bin", "/bin"])
+    own = [f"{sys.prefix}/bin", f"{sys.base_prefix}/bin", "/usr/local/bin", "/usr/bin", "/bin"]
+    binaries = dict.fromkeys([*own, *(f"{place}/bin" for place in toolchains)])
     return {
         "PATH": ":".join(binaries),
         "HOME": "/box/work",

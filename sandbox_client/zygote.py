@@ -203,12 +203,16 @@ def main(descriptor: int) -> None:
     sys.path[:] = config["path"]
     os.environ.pop("LD_BIND_NOW", None)  # meant for this process, not for what programs start
     problem: dict[str, Any] = {}
+    wanted = "modules to import beforehand"
     try:
+        for name in config["imports"]:
+            importlib.import_module(name)
         for name in config["functions"]:
+            wanted = f"functions module {name}"
             if not callable(getattr(importlib.import_module(name), "session_functions", None)):
                 raise ImportError(f"{name} has no function session_functions(options)")
     except ImportError as error:
-        problem = {"fatal": f"wanted functions module {name}: {error}"}
+        problem = {"fatal": f"wanted {wanted}: {error}"}
     try:
         lock = None if problem else make_lock(config)
     except LockError as error:
@@ -220,7 +224,7 @@ def main(descriptor: int) -> None:
         return
     if config["level"] != "L0":
         jail.die_with_parent()
-        jail.set_shared_limits(Limits(**config["limits"]))
+        jail.set_shared_limits(Limits(**config["limits"]), bounded=config["level"] == "L3")
     sys.path.insert(0, "")  # what the program wrote beside itself
     sys.dont_write_bytecode = True
     for stream in (sys.stdout, sys.stderr):  # in a child they lead into its pipes
