@@ -193,10 +193,10 @@ class App:
             self._want_code()
             head = wire.decode(await request.body())
             return (*_OK, await self._exec(self._sessions.find(parts[3]), head, request))
-        if action == ("POST", "reset", 5):
+        if action in (("POST", "reset", 5), ("POST", "branch", 5)):
             head = wire.decode(await request.body())
-            deadline = request.until(wire.CLIENT_MARGIN_S)
-            return (*_OK, await self._reset(self._sessions.find(parts[3]), head, deadline))
+            session = self._sessions.find(parts[3])
+            return (*_OK, await self._renew(session, head, parts[4], request.until(wire.CLIENT_MARGIN_S)))
         if action == ("POST", "", 3):
             return (*_OK, await self._open(wire.decode(await request.body())))
         if action == ("DELETE", "", 4):
@@ -227,12 +227,22 @@ class App:
         functions = wire.take(head, "functions", str, type(None))
         options = wire.take(head, "options", dict, type(None)) or {}
         imports = wire.take(head, "imports", str, type(None))
-        session = await self._sessions.open(key, Spec(functions, json.dumps(options, sort_keys=True), imports))
+        branching = wire.take({"branching": False, **head}, "branching", bool)
+        session = await self._sessions.open(key, Spec(functions, json.dumps(options, sort_keys=True), imports, branching))
         return wire.encode({"session": session.identity, "level": self._policy.level, "token": session.token})
 
-    async def _reset(self, session: Session, head: Reply, deadline: float) -> bytes:
+    async def _renew(self, session: Session, head: Reply, action: str, deadline: float) -> bytes:
+        """Resets a session, or branches others off it."""
+        keys = wire.take(head, "keys", list) if action == "branch" else []
+        if action == "branch" and (not keys or {type(key) for key in keys} != {str}):
+            raise ValueError("wanted 'keys' as the keys of the new sessions")
+
         async def operation() -> Reply:
-            return {**await self._sessions.reset(session), "level": self._policy.level}
+            start = session.loop.time()
+            work = self._sessions.branch(session, keys) if keys else self._sessions.reset(session)
+            reply = {**await work, "level": self._policy.level}
+            self._metrics.time(action, (session.loop.time() - start) / max(1, len(keys)))
+            return reply
 
         return await session.perform(self._seq(head), operation, deadline)
 

@@ -109,8 +109,8 @@ class Leaves:
         self._files = _V2_FILES if (base / "memory.max").exists() else _V1_FILES
         if self._files is _V2_FILES:
             (base / "zygote" / "cgroup.procs").write_text("0")
-        self._doors: list[int] = []
-        self._kills: list[int] = []
+        self._doors: dict[int, int] = {}
+        self._kills: dict[int, int] = {}
 
     def _open(self, path: str, flags: int) -> int:
         return os.open(path, flags | os.O_CLOEXEC, dir_fd=self._base)
@@ -123,7 +123,7 @@ class Leaves:
 
     def prepare(self, slot: int) -> None:
         """Makes the slot's group on its first use."""
-        if slot < len(self._doors):
+        if slot in self._doors:
             return
         os.mkdir(str(slot), 0o755, dir_fd=self._base)
         for name, value in ((self._files[0], self._memory), (self._files[1], self._swap())):
@@ -131,15 +131,15 @@ class Leaves:
                 file = self._open(f"{slot}/{name}", os.O_WRONLY)
                 os.write(file, value.encode())
                 os.close(file)
-        self._doors.append(self._open(f"{slot}/cgroup.procs", os.O_WRONLY))
-        self._kills.append(0)
+        self._doors[slot] = self._open(f"{slot}/cgroup.procs", os.O_WRONLY)
+        self._kills[slot] = 0
 
     def _swap(self) -> str:
         return "0" if self._files is _V2_FILES else self._memory  # v1 counts memory and swap together
 
-    def join(self, slot: int) -> None:
-        """Moves this process into the slot's group."""
-        os.write(self._doors[slot], b"0")
+    def join(self, slot: int, pid: int = 0) -> None:
+        """Moves a process, this one for 0, into the slot's group."""
+        os.write(self._doors[slot], b"%d" % pid)
 
     def ran_out(self, slot: int) -> bool:
         """Returns whether the kernel killed for memory in the slot since it was last asked."""

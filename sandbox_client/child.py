@@ -19,9 +19,9 @@ import traceback
 import types
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from .frames import CALL, EXEC, FRAME, OPEN, READ, READY, REPLY, TEXT_MAX, WRITE
+from .frames import BRANCH, CALL, EXEC, FRAME, OPEN, READ, READY, REPLY, TEXT_MAX, WRITE
 from .shell import DEFAULT_SIGNALS, Shell
 
 BASH_MAX_BYTES = 128 << 10  # it reads them one by one
@@ -53,11 +53,20 @@ class _Nowhere(io.TextIOBase):
 _NOWHERE: Any = _Nowhere()
 
 
+class Copier(Protocol):
+    """What copies this process, where that can be had: jail.Namespaced."""
+
+    def copy(self) -> int: ...
+    def settle(self) -> None: ...
+
+
 class Child:
     """One session. Every operation takes a request's head and raw bytes and returns the reply's."""
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, copier: Copier | None = None) -> None:
         self._sock = sock
+        self._copier = copier
+        self._descriptors: list[int] = []  # that came with the request
         self._home = os.getcwd()  # noqa: PTH109  (cheaper, and wanted as a string)
         self._pid = os.getpid()
         self._buffer = bytearray()
@@ -80,12 +89,19 @@ class Child:
         while True:
             kind, length, blob_length = FRAME.unpack(self._receive(FRAME.size))
             head = _decode(self._receive(length).decode())[0]
+            if kind == BRANCH:
+                self._branch()
+                continue
             send(self._sock, REPLY, *operations[kind](head, self._receive(blob_length)))
 
     def _receive(self, size: int) -> bytes:
         buffer = self._buffer
         while len(buffer) < size:
-            data = self._sock.recv(1 << 16)
+            if self._copier is None:
+                data = self._sock.recv(1 << 16)
+            else:
+                data, descriptors, _, _ = socket.recv_fds(self._sock, 1 << 16, 3)
+                self._descriptors += descriptors
             if not data:
                 os._exit(0)
             buffer += data
@@ -119,6 +135,40 @@ class Child:
     def _ring(self, *_: object) -> None:
         if self._armed:
             raise ProgramTimeout
+
+    def _branch(self) -> None:
+        """Copies this process. The original answers on its own line, the copy on the one that came with the request."""
+        assert self._copier is not None  # the server asks no other
+        own, self._descriptors = self._descriptors, []
+        dice = sys.modules.get("random")
+        drawn = dice.getstate() if dice else None  # a fork draws it anew
+        try:
+            pid = self._copier.copy()
+        except OSError as error:
+            for descriptor in own:
+                os.close(descriptor)
+            send(self._sock, REPLY, _encode({"outcome": "program_error", "error": _describe(error)}).encode())
+            return
+        if pid:
+            self._groups.append(-pid)
+            for descriptor in own:
+                os.close(descriptor)
+            for group in self._groups:
+                _reap(group)
+            send(self._sock, REPLY, b'{"outcome":"ok","error":null}')
+            return
+        for descriptor, number in zip(own, (3, 1, 2), strict=True):
+            os.dup2(descriptor, number, inheritable=number != 3)
+            os.close(descriptor)
+        if dice:
+            dice.setstate(drawn)
+        self._pid, self._groups, self._shell = os.getpid(), [], None
+        self._buffer.clear()
+        self._sock.sendall(b"\0")  # the kernel tells the server who sent it
+        if self._sock.recv(1) != b"\1":  # it has not been adopted
+            os._exit(1)
+        self._copier.settle()
+        send(self._sock, READY, b"{}")
 
     def _open(self, head: Head, _: bytes) -> tuple[bytes, bytes]:
         def work() -> Head:
@@ -322,8 +372,8 @@ def _reap(group: int) -> None:
             pass
 
 
-def main(sock: socket.socket) -> None:
+def main(sock: socket.socket, copier: Copier | None) -> None:
     """Takes over a freshly locked child: descriptors 1 and 2 are its pipes, `sock` its line to the server."""
     sys.argv = [""]
     send(sock, READY, b"{}")
-    Child(sock).serve()
+    Child(sock, copier).serve()

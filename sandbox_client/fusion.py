@@ -12,8 +12,8 @@ from typing import Any
 
 from . import wire
 from .languages import Language
+from .line import Child, ChildDied
 from .metrics import Metrics
-from .pool import Child, ChildDied
 from .pools import Pools
 from .sessions import Gate, JailedSession, Refused, Reply, Spec, busy, execute, no_child
 

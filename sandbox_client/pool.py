@@ -1,13 +1,11 @@
-"""The server's end of the zygote: its process, the warm children, and one `Child` to speak to each.
-
-A child is single-use. What it says is hostile: frames are bounded and strictly decoded, a word out of turn ends it.
-"""
+"""The server's end of a zygote: its process, the children that wait ready, the copies of live ones."""
 
 import asyncio
 import itertools
 import json
 import os
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -17,29 +15,18 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from . import frames, wire
+from . import frames
 from .groups import Limits
-from .output import Output
+from .line import Child, ChildDied
 
 # the package's face is not imported there: it would bring the client with it
 _BOOT = (
     "import sys, types; package = types.ModuleType('sandbox_client'); package.__path__ = [sys.argv[1]];"
     "sys.modules['sandbox_client'] = package; from sandbox_client import zygote; zygote.main(int(sys.argv[2]))"
 )
-_HEAD_MAX_BYTES = wire.REQUEST_MAX_BYTES + (1 << 16)
-_READ_BYTES = 1 << 16
-_EXIT_PATIENCE_S = 2.0
+_CREDENTIALS = struct.Struct("=iII")  # pid, uid, gid
 _WATCH_S = 0.1
-
-
-class ChildDied(Exception):
-    """The child is gone. `cause`: exit, timeout, protocol, closed, expired; `status` as waitpid gives it."""
-
-    def __init__(self, cause: str, status: int | None, oom: bool) -> None:
-        super().__init__(cause)
-        self.cause = cause
-        self.status = status
-        self.oom = oom
+_START_S = 10.0
 
 
 def readable_paths() -> list[str]:
@@ -62,122 +49,30 @@ def _import_path(functions: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(places))
 
 
-class Child:
-    """One locked process. Ask it one thing at a time."""
+def _settle(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
 
-    def __init__(self, pool: "Pool", number: int, line: socket.socket, out: int, err: int) -> None:
-        self._pool = pool
-        self._loop = pool.loop
-        self._line = line
-        self._number = number
-        self._buffer = bytearray()
-        self._outgoing = bytearray()
-        self._waiter: asyncio.Future[tuple[bytes, bytes, bytes]] | None = None
-        self._cause = "exit"
-        self._gone = False
-        self.deadline: float | None = None  # of the operation under way, on the loop's clock
-        self.out, self.err = Output(self._loop, out), Output(self._loop, err)
-        self.ended: asyncio.Future[None] = self._loop.create_future()
-        self._loop.add_reader(line.fileno(), self._readable)
 
-    @property
-    def alive(self) -> bool:
-        return not self._gone
-
-    def listen(self, timeout_s: float) -> asyncio.Future[tuple[bytes, bytes, bytes]]:
-        """Returns the future of the next frame: kind, head, blob. It fails with ChildDied."""
-        if self._gone:
-            raise ChildDied(self._cause, None, False)
-        self._waiter = self._loop.create_future()
-        self.deadline = self._loop.time() + timeout_s + wire.KILL_MARGIN_S
-        return self._waiter
-
-    async def ask(self, kind: bytes, head: bytes, timeout_s: float, blob: bytes = b"") -> tuple[dict[str, Any], bytes]:
-        """Sends one request and returns the reply's head and bytes. Raises ChildDied."""
-        reply = self.listen(timeout_s)
-        self._send(frames.FRAME.pack(kind, len(head), len(blob)) + head + blob)
-        word, text, data = await reply
-        try:
-            if word != frames.REPLY or (data and kind != frames.READ):
-                raise ValueError("out of turn")
-            return wire.decode(text), data
-        except ValueError:
-            self.kill("protocol")
-            await self.ended
-            raise ChildDied("protocol", None, False) from None
-
-    def kill(self, cause: str) -> None:
-        """Ends the child; whoever waits for it learns `cause`."""
-        if not self._gone:
-            self._gone = True
-            self._cause = cause
-            self._loop.remove_reader(self._line.fileno())
-            if self._outgoing:
-                self._loop.remove_writer(self._line.fileno())
-            # the line is closed when it is dead: closed now, it would wake the child to read the end of it
-            self._pool.order_end(self._number, frames.BURY if cause == "exit" else frames.KILL)
-            # should the kernel never finish with it, callers still get their answer
-            self._loop.call_later(_EXIT_PATIENCE_S, self.finish, None, False)
-
-    def finish(self, status: int | None, oom: bool) -> None:
-        """Called when the zygote has reaped the child."""
-        if self.ended.done():
-            return
-        self.kill(self._cause)
-        self.ended.set_result(None)
-        self._line.close()
-        self.out.close()
-        self.err.close()
-        if self._waiter and not self._waiter.done():
-            self._waiter.set_exception(ChildDied(self._cause, status, oom))
-
-    def _send(self, data: bytes) -> None:
-        try:
-            sent = self._line.send(data)
-        except BlockingIOError:
-            sent = 0
-        except OSError:
-            return  # it has hung up: the reader notices
-        if sent < len(data):
-            self._outgoing += data[sent:]
-            self._loop.add_writer(self._line.fileno(), self._writable)
-
-    def _writable(self) -> None:
-        try:
-            del self._outgoing[: self._line.send(self._outgoing)]
-        except OSError:
-            self._outgoing.clear()
-        if not self._outgoing:
-            self._loop.remove_writer(self._line.fileno())
-
-    def _readable(self) -> None:
-        try:
-            data = self._line.recv(_READ_BYTES)
-        except BlockingIOError:
-            return
-        except ConnectionError:
-            data = b""
-        if not data:
-            self.kill("exit")
-            return
-        self._buffer += data
-        if len(self._buffer) < frames.FRAME.size:
-            return
-        kind, head_length, blob_length = frames.FRAME.unpack_from(self._buffer)
-        size = frames.FRAME.size + head_length + blob_length
-        waiter = self._waiter
-        if waiter is None or waiter.done() or len(self._buffer) > size:
-            self.kill("protocol")
-            return
-        if head_length > _HEAD_MAX_BYTES or blob_length > wire.FILE_MAX_BYTES:
-            self.kill("protocol")
-            return
-        if len(self._buffer) < size:
-            return
-        body = bytes(self._buffer[frames.FRAME.size :])
-        self._buffer.clear()
-        self._waiter = self.deadline = None
-        waiter.set_result((kind, body[:head_length], body[head_length:]))
+async def _sender(line: socket.socket) -> int:
+    """Returns the process that sends the first byte on `line`, as the kernel knows it. Raises ChildDied."""
+    loop = asyncio.get_running_loop()
+    ready = loop.create_future()
+    loop.add_reader(line.fileno(), _settle, ready)
+    try:
+        async with asyncio.timeout(_START_S):
+            await ready
+        data, ancillary, _, _ = line.recvmsg(1, socket.CMSG_SPACE(_CREDENTIALS.size))
+    except TimeoutError:
+        raise ChildDied("copy", None, False) from None
+    finally:
+        loop.remove_reader(line.fileno())
+    line.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 0)
+    for level, kind, content in ancillary:
+        if data and (level, kind) == (socket.SOL_SOCKET, socket.SCM_CREDENTIALS):
+            pid: int = _CREDENTIALS.unpack(content)[0]
+            return pid
+    raise ChildDied("copy", None, False)
 
 
 class Pool:
@@ -261,8 +156,57 @@ class Pool:
         self._refill()
         return await waiter
 
+    async def take_stem(self) -> Child:
+        """Returns a new locked child that may be copied. Raises ChildDied when it cannot be had."""
+        self.takes += 1
+        self.cold_takes += 1
+        child = self._fork(frames.FORK_STEM)
+        kind, head, _ = await child.listen(_START_S)
+        if kind != frames.READY:
+            child.kill("start")
+            raise ChildDied(f"start: {head.decode(errors='replace')}", None, False)
+        return child
+
+    async def copy(self, stem: Child) -> Child:
+        """Returns a copy of a child from take_stem, in namespaces of its own. Raises ChildDied."""
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+        (out, out_theirs), (err, err_theirs) = os.pipe(), os.pipe()
+        child: Child | None = None
+        try:
+            try:
+                reply, _ = await stem.ask(frames.BRANCH, b"{}", _START_S, descriptors=(theirs.fileno(), out_theirs, err_theirs))
+            finally:
+                theirs.close()
+                os.close(out_theirs)
+                os.close(err_theirs)
+            if reply.get("outcome") != "ok":
+                raise ChildDied(f"copy: {reply.get('error')}", None, False)
+            pid = await _sender(ours)
+            number = next(self._numbers)
+            child = self._children[number] = Child(self.order_end, number, ours, out, err)
+            child.stem = stem
+            stem.count_copy(1)
+            self._order(frames.REQUEST.pack(frames.ADOPT, number, stem.number, pid))
+            await asyncio.wait([child.adopted, child.ended], return_when=asyncio.FIRST_COMPLETED)
+            ready = child.listen(_START_S)
+            ours.send(b"\1")
+            if (await ready)[0] != frames.READY:
+                raise ChildDied("copy", None, False)
+            self.forks += 1
+            return child
+        except (ChildDied, OSError) as error:
+            if child:
+                child.kill("start")
+            else:
+                ours.close()
+                os.close(out)
+                os.close(err)
+            raise error if isinstance(error, ChildDied) else ChildDied(f"copy: {error}", None, False) from None
+
     def order_end(self, number: int, kind: bytes) -> None:
-        self._order(frames.REQUEST.pack(kind, number))
+        self._order(frames.REQUEST.pack(kind, number, 0, 0))
 
     def _watch(self) -> None:
         """Kills the children whose program has ignored its own deadline: one timer for all, for calls are many."""
@@ -327,18 +271,21 @@ class Pool:
 
     def _refill(self) -> None:
         while not (self._closed or self.dead) and len(self._warm) + self._starting < self._target + len(self._waiting):
-            self._fork()
+            self._starting += 1
+            self._await_start(self._fork())
 
-    def _fork(self) -> None:
+    def _await_start(self, child: Child) -> None:
+        child.listen(_START_S).add_done_callback(lambda ready: self._started(child, ready))
+
+    def _fork(self, kind: bytes = frames.FORK) -> Child:
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         (out, out_theirs), (err, err_theirs) = os.pipe(), os.pipe()
         number = next(self._numbers)
-        self._order(frames.REQUEST.pack(frames.FORK, number), (theirs.detach(), out_theirs, err_theirs))
-        child = self._children[number] = Child(self, number, ours, out, err)
+        self._order(frames.REQUEST.pack(kind, number, 0, 0), (theirs.detach(), out_theirs, err_theirs))
+        child = self._children[number] = Child(self.order_end, number, ours, out, err)
         self.forks += 1
-        self._starting += 1
-        child.listen(10.0).add_done_callback(lambda ready: self._started(child, ready))
+        return child
 
     def _started(self, child: Child, ready: "asyncio.Future[tuple[bytes, bytes, bytes]]") -> None:
         self._starting -= 1
@@ -373,10 +320,13 @@ class Pool:
             self.on_death()
         self._reports += data
         while len(self._reports) >= frames.EXIT.size:
-            _, number, status, oom = frames.EXIT.unpack_from(self._reports)
+            kind, number, status, oom = frames.EXIT.unpack_from(self._reports)
             del self._reports[: frames.EXIT.size]
+            if kind == frames.ADOPTED:
+                self._children[number].adopted.set_result(None)
+                continue
             child = self._children.pop(number)
-            child.finish(status, bool(oom))
+            child.finish(None if status == -1 else status, bool(oom))
             if child in self._warm:
                 self._warm.remove(child)
 

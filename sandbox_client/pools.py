@@ -9,7 +9,8 @@ import re
 from collections.abc import Callable, Sequence
 
 from .groups import Limits
-from .pool import Child, Pool
+from .line import Child
+from .pool import Pool
 
 
 class Pools:
@@ -49,9 +50,10 @@ class Pools:
             return dict(zip(self.imports, self._others, strict=True))[imports]
         return next((pool for pattern, pool in self._wanted if pattern.search(code)), self._plain)
 
-    async def take(self, imports: str | None = None, code: str = "") -> Child:
+    async def take(self, imports: str | None = None, code: str = "", branching: bool = False) -> Child:
         """Returns a locked child that nobody has used. Raises ChildDied when it cannot be had, KeyError as pool_for."""
-        return await self.pool_for(imports, code).take()
+        pool = self.pool_for(imports, code)
+        return await (pool.take_stem() if branching else pool.take())
 
     def on_death(self, tell: Callable[[], None]) -> None:
         """Has `tell` called when a zygote dies."""

@@ -18,7 +18,8 @@ from typing import Any
 
 from . import wire
 from .groups import Limits
-from .pool import Child, ChildDied, Pool
+from .line import Child, ChildDied
+from .pool import Pool
 from .sessions import Reply, execute
 
 MakePool = Callable[[str, Limits, int], Pool]  # level, limits, warm children

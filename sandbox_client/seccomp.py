@@ -80,7 +80,7 @@ def _search(table: list[tuple[int, str]]) -> list[_Line | str]:
     return [(_AT_LEAST, table[middle][0], right, ""), *_search(table[:middle]), right, *_search(table[middle:])]
 
 
-def build_filter(machine: str, *, sockets: bool, own_groups: bool) -> bytes:
+def build_filter(machine: str, *, sockets: bool, own_groups: bool, clone: int = 0) -> bytes:
     """Returns the filter as an array of struct sock_filter.
 
     Args:
@@ -89,6 +89,7 @@ def build_filter(machine: str, *, sockets: bool, own_groups: bool) -> bytes:
         file tree hides the others). No other family ever is; socketpair always works.
       own_groups: whether a program may leave its process group. Without a pid namespace the group is what is killed,
         so setsid and setpgid then answer 0 and do nothing.
+      clone: the one set of flags with new namespaces, signal included, that clone may have; 0 is none.
     """
     guarded = numbers(_GUARDED, machine)
     labels = dict.fromkeys(numbers(_FORBIDDEN, machine).values(), "forbid")
@@ -103,7 +104,7 @@ def build_filter(machine: str, *, sockets: bool, own_groups: bool) -> bytes:
         *_search(sorted(labels.items())),
     ]
     for name, argument, tests in (
-        ("clone", 0, [(_ANY_BIT, _NEW_NAMESPACES, "forbid", "allow")]),
+        ("clone", 0, [*([(_EQUAL, clone, "allow", "")] if clone else []), (_ANY_BIT, _NEW_NAMESPACES, "forbid", "allow")]),
         ("socket", 0, [(_EQUAL, _AF_UNIX, "allow" if sockets else "deny", "deny")]),
         ("ioctl", 1, [(_EQUAL, _TIOCSTI, "forbid", ""), (_EQUAL, _TIOCLINUX, "forbid", "allow")]),
         ("prctl", 0, [(_EQUAL, _PR_SET_PDEATHSIG, "forbid", ""), (_EQUAL, _PR_SET_MM, "forbid", "allow")]),

@@ -15,7 +15,7 @@ from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
 
 from . import frames, wire
-from .pool import Child, ChildDied
+from .line import Child, ChildDied
 from .pools import Pools
 
 _KEPT_REPLIES, _KEPT_BYTES = 8, 1 << 20
@@ -43,6 +43,7 @@ class Refused(Exception):
     def __init__(self, status: int, code: str, message: str, remedy: str | None = None, **extra: Any) -> None:
         super().__init__(message)
         self.status = status
+        self.by_program = extra.get("caused_by_program", False)
         self.body = {"error": {"code": code, "message": message, "remedy": remedy, **extra}}
 
 
@@ -113,8 +114,8 @@ def _epitaph(death: ChildDied, timeout_s: float, memory_bytes: int, once: bool =
     elif death.cause == "protocol":
         error = "the program spoiled its line to the server and was killed"
     else:
-        code = os.waitstatus_to_exitcode(death.status) if death.status is not None else -9
-        how = f"signal {-code}" if code < 0 else f"exit code {code}"
+        code = None if death.status is None else os.waitstatus_to_exitcode(death.status)
+        how = "a branch's exit code is not known" if code is None else f"signal {-code}" if code < 0 else f"exit code {code}"
         outcome = "ok" if once and code == 0 else outcome
         error = how if once else f"the program ended the process that ran it ({how})"
     ok = outcome == "ok"
@@ -254,11 +255,11 @@ class JailedSession(Session):
     async def reset(self, pools: Pools | None) -> Reply:
         assert pools is not None  # a jailed session has come from one
         try:
-            child = await pools.take(self.spec.imports)
+            child = await pools.take(self.spec.imports, branching=self.spec.branching)
         except ChildDied as death:
             raise no_child(death) from None
         self._child, old = child, self._child
-        old.kill("closed")
+        old.retire()
         return await super().reset(pools)
 
     async def call(self, head: Reply, body: bytes) -> Reply:
@@ -287,9 +288,25 @@ class JailedSession(Session):
             raise Refused(404 if missing else 422, "no_such_file" if missing else "file_refused", reply["error"])
         return data
 
+    async def branch(self, pools: Pools, key: str) -> "JailedSession":
+        """Returns a session that goes on from where this one is. Raises Refused."""
+        if not self.spec.branching:
+            raise Refused(422, "not_branching", "this session was not opened to be branched", "open it with branching: true")
+        try:
+            child = await pools.pool_for(self.spec.imports).copy(self._child)
+        except ChildDied as death:
+            if death.cause == "closed":
+                raise self.lost or lost("the session was closed", by_program=False) from None
+            raise Refused(422, "not_copied", f"the session's process could not be copied ({death.cause})") from None
+        return JailedSession(secrets.token_urlsafe(12), key, self.spec, child, self._memory_bytes)
+
+    @property
+    def branches(self) -> int:
+        return self._child.copies
+
     def end(self, loss: Refused) -> None:
         super().end(loss)
-        self._child.kill("closed")
+        self._child.kill("closed") if loss.by_program else self._child.retire()
 
     @property
     def dead(self) -> bool:

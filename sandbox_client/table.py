@@ -5,7 +5,7 @@ import secrets
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
 
-from .pool import ChildDied
+from .line import ChildDied
 from .pools import Pools
 from .sessions import JailedSession, LocalSession, Refused, Reply, Session, Spec, busy, lost, no_child
 
@@ -59,7 +59,7 @@ class Sessions:
         try:
             identity = secrets.token_urlsafe(12)
             if self._pools:
-                child = await self._pools.take(spec.imports)
+                child = await self._pools.take(spec.imports, branching=spec.branching)
                 session = JailedSession(identity, key, spec, child, self._pools.limits.memory_bytes)
             else:
                 session = LocalSession(identity, key, spec)
@@ -76,6 +76,33 @@ class Sessions:
                 del self._keys[key]
                 if session:
                     session.end(lost("it was never opened", by_program=False))
+
+    async def branch(self, session: Session, keys: list[str]) -> Reply:
+        """Makes a session per key that goes on from where `session` is. Raises Refused, with none of them left."""
+        if not self._pools or self._pools.level < "L2" or not isinstance(session, JailedSession):
+            raise Refused(422, "not_branching", "wanted isolation L2 or better, to copy a process into namespaces of its own")
+        taken = [key for key in keys if key in self._keys]
+        if taken or len(set(keys)) < len(keys):
+            raise Refused(409, "key_conflict", f"wanted keys that no session has, each once, got {(taken or keys)[0]!r}")
+        most = self._pools.limits.branches
+        if session.branches + len(keys) > most:
+            raise Refused(422, "too_many_branches", f"wanted at most {most} branches of a session at a time")
+        if len(self._keys) + len(keys) > self._cap:
+            raise busy(f"{self._cap} sessions are open")
+        made: list[JailedSession] = []
+        try:
+            for key in keys:  # one after another: it is one process that copies itself
+                made.append(await session.branch(self._pools, key))  # noqa: PERF401  (those made are ended on failure)
+        except BaseException:
+            for branch in made:
+                branch.end(lost("it was never opened", by_program=False))
+            raise
+        for branch in made:
+            self._live[branch.identity] = branch
+            self._keys[branch.key] = asyncio.get_running_loop().create_future()
+            self._keys[branch.key].set_result(branch)
+        words = [{"key": branch.key, "session": branch.identity, "token": branch.token} for branch in made]
+        return {"sessions": words, "session_lost": False}
 
     def find(self, identity: str) -> Session:
         """Returns the live session. Raises Refused, with the reason where it is remembered."""
