@@ -13,6 +13,7 @@ from typing import Any
 
 from . import wire
 from .fusion import Fusion, wanted_timeout
+from .grading import Grader
 from .languages import Language
 from .metrics import Metrics
 from .pools import Pools
@@ -103,6 +104,7 @@ class App:
         self._policy, self._pools, self._sessions, self._gate = policy, pools, table, gate
         self._runs = Runs()
         self._metrics = Metrics()
+        self._grader = Grader(pools.graders, gate, self._metrics) if pools and pools.graders else None
         self._fusion = Fusion(pools, gate, policy.languages, self._metrics) if pools else None
         self._born = time.monotonic()
 
@@ -176,6 +178,7 @@ class App:
             "functions": policy.functions,
             "sessions": len(self._sessions),
             "languages": ("python", *policy.languages) if policy.code else (),
+            "graders": self._grader is not None,
             "imports": self._pools.imports if self._pools else (),
         }
 
@@ -193,6 +196,11 @@ class App:
             self._want_code()
             head = wire.decode(await request.body())
             return (*_OK, await self._exec(self._sessions.find(parts[3]), head, request))
+        if action == ("POST", "grade", 5):
+            if not hmac.compare_digest(request.authorization, self._token):
+                raise Refused(401, "unauthorized", "a session does not grade itself: wanted this server's token")
+            head = wire.decode(await request.body(wire.FILE_MAX_BYTES))
+            return (*_OK, await self._grade(self._sessions.find(parts[3]), head, request))
         if action in (("POST", "reset", 5), ("POST", "branch", 5)):
             head = wire.decode(await request.body())
             session = self._sessions.find(parts[3])
@@ -230,6 +238,17 @@ class App:
         branching = wire.take({"branching": False, **head}, "branching", bool)
         session = await self._sessions.open(key, Spec(functions, json.dumps(options, sort_keys=True), imports, branching))
         return wire.encode({"session": session.identity, "level": self._policy.level, "token": session.token})
+
+    async def _grade(self, session: Session, head: Reply, request: _Request) -> bytes:
+        self._want_code()
+        if self._grader is None or not isinstance(session, JailedSession):
+            raise Refused(422, "no_graders", "wanted isolation L2 or better, to grade where no program has been")
+        grader, jailed, deadline = self._grader, session, request.until(wanted_timeout(head))
+
+        async def operation() -> Reply:
+            return {**await grader.grade(jailed, head, deadline), "level": self._policy.level}
+
+        return await session.perform(self._seq(head), operation, deadline)
 
     async def _renew(self, session: Session, head: Reply, action: str, deadline: float) -> bytes:
         """Resets a session, or branches others off it."""

@@ -8,6 +8,7 @@ The zygote imports this module, so it must stay light: every page it touches is 
 import _ast
 import _signal  # without the enums of `signal`
 import contextlib
+import importlib
 import io
 import json
 import linecache
@@ -53,19 +54,20 @@ class _Nowhere(io.TextIOBase):
 _NOWHERE: Any = _Nowhere()
 
 
-class Copier(Protocol):
-    """What copies this process, where that can be had: jail.Namespaced."""
+class Locked(Protocol):
+    """What a lock can do for its child, where it can: jail.Namespaced."""
 
     def copy(self) -> int: ...
     def settle(self) -> None: ...
+    def confine(self, place: str) -> None: ...
 
 
 class Child:
     """One session. Every operation takes a request's head and raw bytes and returns the reply's."""
 
-    def __init__(self, sock: socket.socket, copier: Copier | None = None) -> None:
+    def __init__(self, sock: socket.socket, lock: Locked | None, stem: bool) -> None:
         self._sock = sock
-        self._copier = copier
+        self._lock, self._stem = lock, stem
         self._descriptors: list[int] = []  # that came with the request
         self._home = os.getcwd()  # noqa: PTH109  (cheaper, and wanted as a string)
         self._pid = os.getpid()
@@ -97,7 +99,7 @@ class Child:
     def _receive(self, size: int) -> bytes:
         buffer = self._buffer
         while len(buffer) < size:
-            if self._copier is None:
+            if not self._stem:
                 data = self._sock.recv(1 << 16)
             else:
                 data, descriptors, _, _ = socket.recv_fds(self._sock, 1 << 16, 3)
@@ -138,12 +140,12 @@ class Child:
 
     def _branch(self) -> None:
         """Copies this process. The original answers on its own line, the copy on the one that came with the request."""
-        assert self._copier is not None  # the server asks no other
+        assert self._lock is not None  # the server asks no other
         own, self._descriptors = self._descriptors, []
         dice = sys.modules.get("random")
         drawn = dice.getstate() if dice else None  # a fork draws it anew
         try:
-            pid = self._copier.copy()
+            pid = self._lock.copy()
         except OSError as error:
             for descriptor in own:
                 os.close(descriptor)
@@ -167,7 +169,7 @@ class Child:
         self._sock.sendall(b"\0")  # the kernel tells the server who sent it
         if self._sock.recv(1) != b"\1":  # it has not been adopted
             os._exit(1)
-        self._copier.settle()
+        self._lock.settle()
         send(self._sock, READY, b"{}")
 
     def _open(self, head: Head, _: bytes) -> tuple[bytes, bytes]:
@@ -227,6 +229,9 @@ class Child:
     def _python(self, head: Head, state: Head) -> Head:
         if self._main is None:
             self._main = types.ModuleType("__main__")
+            if head.get("grade"):
+                sys.path.remove("")  # what is graded must not be imported in place of the library
+                self._main.__dict__["run_submission"] = self._run_submission
             sys.modules["__main__"] = self._main  # pickle and multiprocessing look names up there
         name, code, space = f"<exec {self._runs}>", head["code"], self._main.__dict__
         linecache.cache[name] = (len(code), None, code.splitlines(True), name)  # so that tracebacks show the line
@@ -237,6 +242,10 @@ class Child:
             if last is not None:
                 value = eval(compile(_ast.Expression(last.value), name, "eval"), space)  # noqa: S307
                 state["value"] = None if value is None or head.get("once") else repr(value)[:TEXT_MAX]
+            if head.get("grade"):
+                reward = space.get("reward")
+                finite = isinstance(reward, (int, float)) and reward - reward == 0
+                state["reward"] = reward + 0 if finite else repr(reward)[:TEXT_MAX]
             if head.get("once"):
                 _finish()
             state["exit_code"] = 0
@@ -254,6 +263,27 @@ class Child:
             traceback.print_exception(type(error), error, trace)
             raise
         return _ended(state)
+
+    def _run_submission(self, words: list[str], stdin: str = "", timeout_s: float = 5.0) -> Any:
+        """Runs a command of what is graded, in its directory, out of reach of the grader; as subprocess.run returns it.
+
+        Raises subprocess.TimeoutExpired. What it started in the background ends with the grader.
+        """
+        assert self._lock is not None  # graders are namespaced
+        lock, place = self._lock, f"{self._home}/submission"
+        os.makedirs(place, exist_ok=True)  # noqa: PTH103
+        return importlib.import_module("subprocess").run(
+            words,
+            input=stdin,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=timeout_s,
+            cwd=place,
+            env={**os.environ, "HOME": place, "TMPDIR": place},
+            preexec_fn=lambda: lock.confine(place),
+            check=False,
+        )
 
     def _bash(self, head: Head, state: Head) -> Head:
         script = os.fsencode(head["code"])
@@ -372,8 +402,11 @@ def _reap(group: int) -> None:
             pass
 
 
-def main(sock: socket.socket, copier: Copier | None) -> None:
-    """Takes over a freshly locked child: descriptors 1 and 2 are its pipes, `sock` its line to the server."""
+def main(sock: socket.socket, lock: Locked | None, stem: bool) -> None:
+    """Takes over a freshly locked child: descriptors 1 and 2 are its pipes, `sock` its line to the server.
+
+    `stem`: it may be asked to copy itself.
+    """
     sys.argv = [""]
     send(sock, READY, b"{}")
-    Child(sock, copier).serve()
+    Child(sock, lock, stem).serve()

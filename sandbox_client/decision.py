@@ -60,6 +60,10 @@ def _unsupported() -> Rung | None:
     return None
 
 
+def _missing(level: str, root: bool) -> tuple[str, ...]:
+    return MISSING[level] if root else (*MISSING[level], "a uid of their own for graders: only namespaces keep them apart")
+
+
 async def _start_others(pools: Pools) -> None:
     """Starts the zygotes that import more. Raises StartError, with every zygote ended, when one cannot."""
     try:
@@ -98,9 +102,16 @@ async def choose(options: argparse.Namespace, functions: tuple[str, ...]) -> tup
     except FatalError as error:
         raise StartError(str(error)) from None
     if pool:
-        pools = Pools(pool, [make(pool.level, pool.limits, options.warm, words.split(",")) for words in options.imports])
+        graders = (
+            Pool(pool.level, (), uid and uid + 1, pool.limits, options.graders)
+            if options.graders and pool.level > "L1"
+            else None
+        )
+        pools = Pools(
+            pool, [make(pool.level, pool.limits, options.warm, words.split(",")) for words in options.imports], graders
+        )
         await _start_others(pools)
-        return pools, Policy(pool.level, MISSING[pool.level], True, None, None, functions, _languages(pool, homes))
+        return pools, Policy(pool.level, _missing(pool.level, root), True, None, None, functions, _languages(pool, homes))
     rungs = [unsupported] if unsupported else rungs
     reason = f"wanted isolation {options.min_isolation} or better; " + "; ".join(f"{r.level}: {r.reason}" for r in rungs)
     remedies = [rungs[-1].remedy] if rungs[-1].remedy else []

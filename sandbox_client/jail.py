@@ -114,13 +114,22 @@ def landlock_abi() -> int:
     return max(0, _syscall(_SYS_LANDLOCK_CREATE, None, 0, 1))
 
 
+def _landlock_known() -> int:
+    """Returns the rights on files that this kernel's Landlock knows."""
+    return (1 << {1: 13, 2: 14, 3: 15, 4: 15}.get(landlock_abi(), 16)) - 1
+
+
 def _landlock_ruleset(handled_files: int) -> int:
-    attributes = struct.pack("=QQQ", handled_files, _LANDLOCK_NET, _LANDLOCK_SCOPE)
+    """Returns a ruleset with all that this kernel's Landlock knows of: files, then TCP (ABI 4), then scopes (ABI 6)."""
+    abi = landlock_abi()
+    handled_files &= _landlock_known()
+    attributes = struct.pack("=QQQ", handled_files, _LANDLOCK_NET, _LANDLOCK_SCOPE)[: 8 if abi < 4 else 16 if abi < 6 else 24]
     return _check(_syscall(_SYS_LANDLOCK_CREATE, attributes, len(attributes), 0), "landlock_create_ruleset")
 
 
 def _landlock_allow(ruleset: int, path: str, access: int) -> None:
     place = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    access &= _landlock_known()
     if not Path(path).is_dir():
         access &= _LANDLOCK_FILE
     rule = struct.pack("=Qi", access, place)
@@ -266,6 +275,8 @@ class Namespaced:
     def __init__(self, readable: list[str], limits: Limits, uid: int | None, leaves: Leaves | None) -> None:
         """Moves this process into the outer namespaces. `uid`: what root becomes first; None for an ordinary user."""
         self._limits, self._leaves = limits, leaves
+        seen = (*readable, "/etc", *(f"/dev/{name}" for name in DEVICES))
+        self._readable = [path for path in seen if Path(path).exists()]
         self._proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             # only root may read its own home, where the interpreter may be: so it grafts before it becomes `uid`.
@@ -362,6 +373,15 @@ class Namespaced:
     def settle(self) -> None:
         """Locks this copy, for good, once it is adopted."""
         branch.settle(self._box)
+
+    def confine(self, place: str) -> None:
+        """Narrows this process, for good, to the directory `place` and the system's tools; signals stay inside too."""
+        ruleset = _landlock_ruleset(_LANDLOCK_ALL)
+        for path in self._readable:
+            _landlock_allow(ruleset, path, _LANDLOCK_READ | (2 if path.startswith("/dev/") else 0))
+        _landlock_allow(ruleset, place, _LANDLOCK_ALL)
+        _landlock_restrict(ruleset)
+        os.close(ruleset)
 
     def adopt(self, slot: int, original: int, pid: int) -> int:
         """Starts giving the stem's copy its own files and cgroup; returns who does it. Raises OSError for a stranger."""

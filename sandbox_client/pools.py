@@ -16,8 +16,8 @@ from .pool import Pool
 class Pools:
     """One plain pool, and more whose children have modules imported."""
 
-    def __init__(self, plain: Pool, others: Sequence[Pool] = ()) -> None:
-        self._plain, self._others = plain, tuple(others)
+    def __init__(self, plain: Pool, others: Sequence[Pool] = (), graders: Pool | None = None) -> None:
+        self._plain, self._others, self.graders = plain, tuple(others), graders
         self.level = plain.level
         self._wanted = [
             (re.compile(rf"^[ \t]*(?:import|from)[ \t]+(?:[\w.]+[ \t]*,[ \t]*)*(?:{_either(pool.imports)})\b", re.M), pool)
@@ -26,7 +26,7 @@ class Pools:
 
     @property
     def all(self) -> tuple[Pool, ...]:
-        return self._plain, *self._others
+        return self._plain, *self._others, *([self.graders] if self.graders else [])
 
     @property
     def dead(self) -> bool:

@@ -131,6 +131,8 @@ async def execute(child: Child, head: dict[str, Any], limit: int, memory_bytes: 
     try:
         answer, _ = await child.ask(frames.EXEC, json.dumps(head).encode(), head["timeout_s"], stdin)
         reply = _checked(answer, ran=True)
+        if head.get("grade"):
+            reply["reward"] = answer.get("reward")
     except ChildDied as death:
         if death.cause in ("closed", "expired"):
             raise

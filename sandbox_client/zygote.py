@@ -211,8 +211,8 @@ def become_child(lock: Lock, slot: int, stem: bool, line: int, out: int, err: in
     lock.close_from(4)
     gc.freeze()  # again: else the zygote's own garbage would be collected once by every child
     gc.enable()
-    copier = lock if stem and isinstance(lock, jail.Namespaced) else None
-    child.main(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM, 0, 3), copier)
+    able = lock if isinstance(lock, jail.Namespaced) else None
+    child.main(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM, 0, 3), able, stem)
 
 
 def _split_root(uid: int) -> Path:
