@@ -243,7 +243,7 @@ class Child:
                 value = eval(compile(_ast.Expression(last.value), name, "eval"), space)  # noqa: S307
                 state["value"] = None if value is None or head.get("once") else repr(value)[:TEXT_MAX]
             if head.get("grade"):
-                reward = space.get("reward")
+                reward: Any = space.get("reward")
                 finite = isinstance(reward, (int, float)) and reward - reward == 0
                 state["reward"] = reward + 0 if finite else repr(reward)[:TEXT_MAX]
             if head.get("once"):
