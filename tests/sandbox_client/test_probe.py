@@ -4,6 +4,7 @@ Where the machine gives no level these tests assert that programs are refused; t
 """
 
 import contextlib
+import dataclasses
 import json
 import os
 import socket
@@ -17,11 +18,12 @@ from conftest import Start, ask
 from launching import IS_ROOT, Running, descendants, environment, processes_with
 
 from sandbox_client import CodeRefused, ExecResult, Outcome, RequestRefused, SandboxClient, SessionLost
+from sandbox_client.attacks import Attack
 from sandbox_client.groups import Limits
-from sandbox_client.probe import ATTACKS, Attack
+from sandbox_client.probe import ATTACKS, judged
 
 pytestmark = pytest.mark.attack
-JUDGED_OUTSIDE = ("endless output", "deaf to its deadline", "leftovers", "survivor")
+OF_ONE_REPLY = [attack for attack in ATTACKS if attack.ends in ("value", "lost") and attack.name != "survivor"]
 
 
 @contextlib.contextmanager
@@ -67,7 +69,7 @@ def refused_or(running: Running, questions: Callable[[SandboxClient], Awaitable[
     return None
 
 
-@pytest.mark.parametrize("attack", [a for a in ATTACKS if a.name not in JUDGED_OUTSIDE], ids=lambda a: a.name)
+@pytest.mark.parametrize("attack", OF_ONE_REPLY, ids=lambda a: a.name)
 def test_the_attack_is_stopped(jailed: Running, attack: Attack, place: Path) -> None:
     place.chmod(0o755)
     if jailed.ready["code"] and attack.level > jailed.ready["level"]:
@@ -79,13 +81,13 @@ def test_the_attack_is_stopped(jailed: Running, attack: Attack, place: Path) -> 
             result = refused_or(jailed, lambda client: strike(client, attack, facts))
             if result is None:
                 return
-            assert result.session_lost or (result.error, result.value) == (None, "''"), result
+            assert judged(attack, dataclasses.asdict(result)) == "", result
             if attack.name != "host files":
                 break
 
 
-def test_a_program_deaf_to_its_deadline_is_killed_within_a_second(jailed: Running) -> None:
-    attack = next(attack for attack in ATTACKS if attack.name == "deaf to its deadline")
+@pytest.mark.parametrize("attack", [a for a in ATTACKS if a.ends == "killed"], ids=lambda a: a.name)
+def test_a_program_deaf_to_its_deadline_is_killed_within_a_second(jailed: Running, attack: Attack) -> None:
     start = time.monotonic()
     result = refused_or(jailed, lambda client: strike(client, attack, {}))
     if result:
