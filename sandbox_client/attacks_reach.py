@@ -174,7 +174,7 @@ x86 = os.uname().machine == "x86_64"
 reached = []
 room = ctypes.create_string_buffer(64)
 vector = (ctypes.c_void_p * 2)(ctypes.addressof(room), 64)
-for pid in (*P["pids"], os.getpid()):
+for pid in set(P["pids"]) - {os.getpid()}:
     if call(310 if x86 else 270, pid, vector, 1, vector, 1, 0) > 0:
         reached.append(f"process_vm_readv {pid}")
     for name in ("mem", "environ", "maps", "fd/0", "root/etc/shadow", "cwd/secret", "task"):
@@ -188,7 +188,7 @@ for pid in (*P["pids"], os.getpid()):
             pass
     try:
         file = os.pidfd_open(pid)
-        if pid != os.getpid() and call(438, file, 0, 0) >= 0:
+        if call(438, file, 0, 0) >= 0:
             reached.append(f"pidfd_getfd {pid}")
     except OSError:
         pass

@@ -1,8 +1,8 @@
 """Memory cgroups for children, v1 or v2: what turns level L2 into L3.
 
-Only root can make the base group, and only root can remove it. So the zygote's parent, which stays root and does
-nothing else, calls `create` and `remove`, and the unprivileged zygote inside makes one leaf per slot through a
-directory descriptor: the tree is not visible in the jail.
+Root, or a user to whom a group was delegated, makes the base group, and only from outside the jail can it be removed.
+So the zygote's parent, which stays what it was and does nothing else, calls `create` and `remove`, and the unprivileged
+zygote inside makes one leaf per slot through a directory descriptor: the tree is not visible in the jail.
 """
 
 import contextlib
@@ -41,7 +41,8 @@ def _mount_of(version: int) -> tuple[Path, str]:
 def _parents(version: int) -> list[Path]:
     mount, seen_as = _mount_of(version)
     own = _own_group("memory" if version == 1 else "").removeprefix(seen_as.rstrip("/")).strip("/")
-    return [mount / own, mount] if own else [mount]
+    # the group above too: in v2 a group that holds processes can have no groups below it that bound memory
+    return list(dict.fromkeys([mount / own, (mount / own).parent, mount])) if own else [mount]
 
 
 def _create_in(parent: Path, name: str, version: int, uid: int) -> Path:

@@ -13,7 +13,7 @@ from .groups import Limits
 from .languages import Language, find, toolchains
 from .pool import Pool, child_environment, readable_paths
 from .pools import Pools
-from .probe import LADDER, MISSING, FatalError, Rung, climb, run_attacks
+from .probe import ATTACKS, LADDER, MISSING, FatalError, Rung, climb, run_attacks
 from .seccomp import AUDIT_ARCH
 
 if sys.platform == "linux":
@@ -139,8 +139,11 @@ async def self_test(options: argparse.Namespace) -> int:
         return 1
     results = await run_attacks(pool, make, starting=False)
     await pool.close()
-    width = max(len(attack.name) for attack, _ in results)
+    width = max(len(attack.name) for attack in ATTACKS)
     print(f"{pool.level}: {len(results)} attacks; lacks {'; '.join(MISSING[pool.level])}")
     for attack, reached in results:
         print(f"  {attack.name:<{width}}  {'GOT THROUGH: ' + reached if reached else 'stopped'}  ({attack.promise})")
+    for attack in ATTACKS:
+        if attack.level > pool.level:
+            print(f"  {attack.name:<{width}}  not stopped below {attack.level}  ({attack.promise})")
     return int(any(reached for _, reached in results) or pool.level < options.min_isolation)

@@ -33,6 +33,12 @@ move_pages:279:239 migrate_pages:256:238
 """
 _GUARDED = "clone:56:220 socket:41:198 ioctl:16:29 prctl:157:167 clone3:435:435 setsid:112:157 setpgid:109:154"
 
+# what changes another process of the same user, and which argument says whose: only 0, oneself, is allowed
+_OF_ANOTHER = {
+    0: "prlimit64:302:261 sched_setaffinity:203:122 sched_setparam:142:118 sched_setscheduler:144:119 sched_setattr:314:274",
+    1: "setpriority:141:140 ioprio_set:251:30",
+}
+
 _NEW_NAMESPACES = 0x7E020000  # CLONE_NEW* but time, which clone cannot ask for
 _TIOCSTI, _TIOCLINUX = 0x5412, 0x541C  # typing into a terminal
 _PR_SET_PDEATHSIG, _PR_SET_MM = 1, 35  # outliving the server; rewriting one's own memory map
@@ -88,7 +94,7 @@ def build_filter(machine: str, *, sockets: bool, own_groups: bool, clone: int = 
       sockets: whether Unix sockets may be made (safe only where a network namespace hides abstract names and the
         file tree hides the others). No other family ever is; socketpair always works.
       own_groups: whether a program may leave its process group. Without a pid namespace the group is what is killed,
-        so setsid and setpgid then answer 0 and do nothing.
+        so setsid and setpgid then answer 0 and do nothing; and limits and priorities of other processes are not its.
       clone: the one set of flags with new namespaces, signal included, that clone may have; 0 is none.
     """
     guarded = numbers(_GUARDED, machine)
@@ -96,6 +102,8 @@ def build_filter(machine: str, *, sockets: bool, own_groups: bool, clone: int = 
     labels |= {guarded[name]: name for name in ("clone", "socket", "ioctl", "prctl")} | {guarded["clone3"]: "absent"}
     if not own_groups:
         labels |= {guarded["setsid"]: "pretend", guarded["setpgid"]: "pretend"}
+        for argument, table in _OF_ANOTHER.items():
+            labels |= dict.fromkeys(numbers(table, machine).values(), f"self in {argument}")
     lines: list[_Line | str] = [
         (_LOAD, _ARCH, "", ""),
         (_EQUAL, AUDIT_ARCH[machine], "", "kill"),
@@ -108,6 +116,7 @@ def build_filter(machine: str, *, sockets: bool, own_groups: bool, clone: int = 
         ("socket", 0, [(_EQUAL, _AF_UNIX, "allow" if sockets else "deny", "deny")]),
         ("ioctl", 1, [(_EQUAL, _TIOCSTI, "forbid", ""), (_EQUAL, _TIOCLINUX, "forbid", "allow")]),
         ("prctl", 0, [(_EQUAL, _PR_SET_PDEATHSIG, "forbid", ""), (_EQUAL, _PR_SET_MM, "forbid", "allow")]),
+        *((f"self in {argument}", argument, [(_EQUAL, 0, "allow", "forbid")]) for argument in _OF_ANOTHER),
     ):
         lines += [name, (_LOAD, _ARGUMENT + 8 * argument, "", ""), *tests]
     for label, verdict in (

@@ -215,7 +215,7 @@ def become_child(lock: Lock, slot: int, stem: bool, line: int, out: int, err: in
     child.main(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM, 0, 3), able, stem)
 
 
-def _split_root(uid: int) -> Path:
+def _split(uid: int) -> Path:
     """Makes the cgroup, forks, and returns its path in the half that goes on; the other removes it and ends."""
     base = cgroups.create(uid)
     pid = os.fork()
@@ -240,12 +240,12 @@ def make_lock(config: dict[str, Any]) -> Lock:
         return jail.Landlocked(config["readable"], limits, uid, home)
     leaves = None
     if level == "L3":
-        if uid is None:
-            raise LockError("a memory cgroup must be made by root", "start as root: it drops to an ordinary user")
         try:
-            leaves = cgroups.Leaves(_split_root(uid), limits.memory_bytes)
+            leaves = cgroups.Leaves(_split(os.getuid() if uid is None else uid), limits.memory_bytes)
         except cgroups.CgroupError as error:
-            raise LockError(f"no memory cgroup ({error})", "delegate the memory controller to this service") from None
+            remedy = "start as root, which drops to an ordinary user; or " if uid is None else ""
+            remedy += "delegate the memory controller to this service, which systemd does with Delegate=memory"
+            raise LockError(f"no memory cgroup ({error})", remedy) from None
     return jail.Namespaced(config["readable"], limits, uid, leaves)
 
 
