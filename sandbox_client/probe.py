@@ -71,7 +71,7 @@ def _bait(pool: Pool) -> Iterator[dict[str, Any]]:
             "tcp": tcp.getsockname()[1],
             "abstract": abstract,
             "pids": [os.getpid(), os.getppid(), *pool.process_ids()],
-            "processes": limits.processes * (2 if pool.level == "L1" else 1),  # there all sessions share one count
+            "processes": limits.processes * (4 if pool.level == "L1" else 1),  # there all sessions share one count
             "memory_mb": limits.memory_bytes >> 20,
             "disk_bytes": limits.disk_bytes,
             "inodes": limits.inodes,

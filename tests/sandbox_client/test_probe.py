@@ -44,7 +44,7 @@ def bait(running: Running, place: Path) -> Iterator[dict[str, Any]]:
             "tcp": tcp.getsockname()[1],
             "abstract": abstract,
             "pids": descendants(running.process.pid),
-            "processes": limits.processes * (2 if running.ready["level"] == "L1" else 1),
+            "processes": limits.processes * (4 if running.ready["level"] == "L1" else 1),
             "memory_mb": limits.memory_bytes >> 20,
             "disk_bytes": limits.disk_bytes,
             "inodes": limits.inodes,
