@@ -162,6 +162,7 @@ class App:
             return (*_OK, wire.encode(self._readiness()))
         if route == ("GET", "/metrics"):
             gauges: dict[str, float] = {"sessions": len(self._sessions), "up_seconds": time.monotonic() - self._born}
+            gauges["tasks"] = len(asyncio.all_tasks())
             if self._pools:
                 gauges |= self._pools.gauges()
             return 200, b"text/plain; version=0.0.4", self._metrics.text(self._policy.level, gauges).encode()
