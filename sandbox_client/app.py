@@ -211,6 +211,8 @@ class App:
         if action == ("DELETE", "", 4):
             self._sessions.close(parts[3])
             return (*_OK, b"{}")
+        if action in (("PUT", "archive", 5), ("PUT", "archive", 6)):
+            return await self._archive(request, [*parts, ""][5])
         if action[1:] == ("files", 6) and request.method in ("GET", "PUT"):
             return await self._file(request, parts)
         raise Refused(404, "no_such_route", f"no {request.method} {request.path} here")
@@ -299,6 +301,15 @@ class App:
             return reply
 
         return await session.perform(self._seq(head), operation, deadline)
+
+    async def _archive(self, request: _Request, path: str) -> tuple[int, bytes, bytes]:
+        self._want_code()
+        session = self._sessions.find(request.path.split("/", 5)[3])
+        if not isinstance(session, JailedSession) or "\0" in path:
+            raise _wrong(f"wanted the path of a directory, got {path!r}")
+        content = await request.body(wire.FILE_MAX_BYTES)
+        reply = await session.in_turn(lambda: session.unpack(path, content), request.until(wire.CLIENT_MARGIN_S))
+        return (*_OK, wire.encode(reply))
 
     async def _file(self, request: _Request, parts: list[str]) -> tuple[int, bytes, bytes]:
         self._want_code()

@@ -22,7 +22,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
-from .frames import BRANCH, CALL, EXEC, FRAME, OPEN, READ, READY, REPLY, TEXT_MAX, WRITE
+from .archive import unpack
+from .frames import BRANCH, CALL, EXEC, FRAME, OPEN, READ, READY, REPLY, TEXT_MAX, UNPACK, WRITE
 from .shell import DEFAULT_SIGNALS, Shell
 
 BASH_MAX_BYTES = 128 << 10  # it reads them one by one
@@ -87,6 +88,7 @@ class Child:
             EXEC: self._exec,
             WRITE: self._write,
             READ: self._read,
+            UNPACK: self._unpack,
         }
         while True:
             kind, length, blob_length = FRAME.unpack(self._receive(FRAME.size))
@@ -328,6 +330,12 @@ class Child:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(blob)
             return {}
+
+        return self._run(head["timeout_s"], work, {}), b""
+
+    def _unpack(self, head: Head, blob: bytes) -> tuple[bytes, bytes]:
+        def work() -> Head:
+            return {"value": unpack(blob, f"{self._home}/{head['path']}")}
 
         return self._run(head["timeout_s"], work, {}), b""
 

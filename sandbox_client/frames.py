@@ -4,7 +4,7 @@ import struct
 
 # server <-> child: a kind, two lengths, JSON, raw bytes
 FRAME = struct.Struct("!cII")
-OPEN, CALL, EXEC, WRITE, READ, BRANCH = b"o", b"c", b"x", b"w", b"g", b"b"
+OPEN, CALL, EXEC, WRITE, READ, BRANCH, UNPACK = b"o", b"c", b"x", b"w", b"g", b"b", b"u"
 READY, FAILED, REPLY = b"y", b"n", b"r"
 TEXT_MAX = 64 << 10  # of a value's repr and of an error
 

@@ -290,6 +290,14 @@ class JailedSession(Session):
             raise Refused(404 if missing else 422, "no_such_file" if missing else "file_refused", reply["error"])
         return data
 
+    async def unpack(self, path: str, content: bytes) -> Reply:
+        """Unpacks an archive into the directory `path`. Raises Refused."""
+        head = json.dumps({"path": path, "timeout_s": _START_S}).encode()
+        reply, _ = await self._ask(frames.UNPACK, head, _START_S, content)
+        if reply["outcome"] != "ok":
+            raise Refused(422, "archive_refused", reply["error"])
+        return {"files": reply["value"]}
+
     async def branch(self, pools: Pools, key: str) -> "JailedSession":
         """Returns a session that goes on from where this one is. Raises Refused."""
         if not self.spec.branching:
