@@ -98,14 +98,19 @@ async def measure(pid: int, count: int, concurrency: int, work: Work, settle_s: 
     }
 
 
-async def paced(rate_per_s: float, count: int, work: Work) -> dict[str, float]:
-    """Makes `count` calls that come at random at `rate_per_s`, waiting for none. Returns their latencies."""
+async def paced(rate_per_s: float, count: int, work: Callable[[int], Awaitable[float]]) -> dict[str, float]:
+    """Makes `count` calls that come at random at `rate_per_s`, waiting for none. Returns their latencies.
+
+    `work` returns the seconds that the program itself took; what comes on top is `added`.
+    """
     latencies: list[float] = []
+    added: list[float] = []
 
     async def one(number: int) -> None:
         start = time.perf_counter()
-        await work(number)
+        own_s = await work(number)
         latencies.append(time.perf_counter() - start)
+        added.append(latencies[-1] - own_s)
 
     dice, tasks = random.Random(0), []
     due = time.perf_counter()
@@ -114,7 +119,8 @@ async def paced(rate_per_s: float, count: int, work: Work) -> dict[str, float]:
         await asyncio.sleep(max(0.0, due - time.perf_counter()))
         tasks.append(asyncio.create_task(one(number)))
     await asyncio.gather(*tasks)
-    return {"offered_per_s": round(rate_per_s, 1), **quantiles(latencies)}
+    more = {f"added_{name}": value for name, value in quantiles(added).items()}
+    return {"offered_per_s": round(rate_per_s, 1), **quantiles(latencies), **more}
 
 
 async def spawn(*words: str) -> None:
@@ -264,8 +270,18 @@ async def load(server: EmbeddedServer, scale: float) -> dict[str, Any]:
             results["run_code_16"] = await measure(pid, int(1_500 * scale), 16, run_code)
             results["run_code_1"] = await measure(pid, int(500 * scale), 1, run_code)
             most = results["run_code_16"]["per_s"]
-            results["run_code at half load"] = await paced(most * 0.5, int(1_000 * scale), run_code)
-            results["run_code at 80 % load"] = await paced(most * 0.8, int(1_000 * scale), run_code)
+
+            async def timed(number: int) -> float:
+                return (await client.run_code(f"print({number})")).elapsed_s
+
+            async def nothing(_: int) -> float:
+                await client.ready()
+                return 0.0
+
+            for name, share in (("at half load", 0.5), ("at 80 % load", 0.8)):
+                # beside it the same requests with no program: what HTTP and the machine's neighbours cost by themselves
+                results[f"nothing {name}"] = await paced(most * share, int(1_000 * scale), nothing)
+                results[f"run_code {name}"] = await paced(most * share, int(1_000 * scale), timed)
             results |= await compare(pid, client, scale)
             results |= await branches(server, scale)
     return results
