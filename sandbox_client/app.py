@@ -1,6 +1,15 @@
 """The server's HTTP surface as one raw ASGI application: who may ask, what is well-formed, which session answers.
 
 No framework stands between the socket and a call: at hundreds of calls a second its work would be most of the cost.
+
+    GET  /healthz  /readyz  /metrics
+    POST /run_code                                  a program in a child of its own, in SandboxFusion's words
+    POST /v1/sessions                               key, functions, options, imports, branching -> session, token, level
+    POST /v1/sessions/{id}/exec, call               python or bash; a fixed function. Numbered by seq
+    POST /v1/sessions/{id}/reset, branch, grade     a fresh child; copies under new keys; a reward. Numbered by seq
+    GET, PUT /v1/sessions/{id}/files/{path}         one file
+    PUT  /v1/sessions/{id}/archive[/{path}]         a zip or tar, unpacked
+    DELETE /v1/sessions/{id}
 """
 
 import asyncio

@@ -38,6 +38,10 @@ if sys.platform == "linux":
 
 _SWEEP_S = 1.0
 _TOKEN_BYTES = 32
+_KEPT_VARIABLES = {
+    *("PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TMPDIR"),
+    *("PYTHONPATH", "PYTHONSAFEPATH", "VIRTUAL_ENV", "CARGO_HOME", "RUSTUP_HOME"),
+}
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -308,6 +312,17 @@ async def _run(
     return 0
 
 
+def _scrub(options: argparse.Namespace) -> None:
+    """Starts this command once more without the environment's secrets, which a process that runs programs has no need of.
+
+    What was in memory at the start stays readable there, so clearing os.environ is not enough. With --code=off fixed
+    functions run here and nothing else does: they keep what they were given.
+    """
+    if sys.platform == "linux" and options.code != "off" and os.environ.keys() - _KEPT_VARIABLES:
+        kept = {name: value for name, value in os.environ.items() if name in _KEPT_VARIABLES}
+        os.execve(sys.executable, sys.orig_argv, kept)
+
+
 def _leave(number: int, frame: FrameType | None) -> None:
     raise SystemExit(0)
 
@@ -315,6 +330,8 @@ def _leave(number: int, frame: FrameType | None) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command. Returns its exit code: 2 could not start, 3 lost its children."""
     options = _arguments(argv)
+    if argv is None:
+        _scrub(options)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _leave)
     if sys.platform == "linux":

@@ -1,6 +1,7 @@
 """The command: what it refuses and why, how it starts and stops, and that it leaves nothing behind."""
 
 import asyncio
+import contextlib
 import json
 import os
 import shutil
@@ -235,6 +236,9 @@ def test_root_is_dropped_and_the_environment_of_the_children_scrubbed(start: Sta
     assert "Uid:\t64001\t64001\t64001\t64001" in status
     assert "CapEff:\t0000000000000000" in status
     assert "NoNewPrivs:\t1" in status
+    for pid in descendants(running.ready["pid"]):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended already
+            assert b"SERVER_SECRET" not in Path(f"/proc/{pid}/environ").read_bytes()
     if running.ready["code"]:
         names = ask(running, lambda client: client.run_code("import os; print(*sorted(os.environ))")).stdout.split()
         assert "SERVER_SECRET" not in names
