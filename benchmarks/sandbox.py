@@ -1,8 +1,12 @@
 """What the sandbox costs: `python benchmarks/sandbox.py` starts a server, loads it, and prints one JSON object.
 
+Absolute figures depend on the machine and on its neighbours, whose load stands beside them. So what matters is also
+given as a ratio to a cold, unisolated `python -c` that was measured in turns with it: `ratios`. Latencies are those of a
+caller among `concurrency` others (the number in a name), or of calls that come at their own pace (`at half load`).
 CPU is counted for the client's process and for the server with all that it forks, dead children included; the machine's
-adds the kernel's own threads, and whatever else runs. Latencies are those of a caller among `concurrency` others (the
-number in a name). Run it on an idle machine: under a neighbour's load the CPU rises too.
+adds the kernel's own threads, and whatever else runs.
+
+`--soak=N` makes N runs and sessions instead and counts descriptors, processes, mounts, namespaces and cgroups around it.
 """
 
 import argparse
@@ -11,12 +15,16 @@ import contextlib
 import json
 import os
 import platform
+import random
+import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
 from typing import Any
+
+import aiohttp
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
@@ -31,20 +39,25 @@ def session_functions(options):
     return {"look_up": look_up}
 """
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
+PLAIN, NUMPY = "print(1)", "import numpy\nprint(numpy.arange(9).sum())"
+Work = Callable[[int], Awaitable[None]]
 
 
-def server_cpu_s(pid: int) -> float:
-    """Returns the CPU seconds of `pid` and everything below it, with those that its dead descendants used."""
-    total, wanted = 0.0, {pid}
+def family(pid: int) -> dict[int, list[str]]:
+    """Returns `pid` and every process below it, with the fields of its stat after the name."""
     rows: dict[int, list[str]] = {}
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError, ValueError):
             rows[int(entry.name)] = (entry / "stat").read_text().rpartition(")")[2].split()
-    for _ in range(5):
+    wanted = {pid}
+    for _ in range(6):
         wanted |= {child for child, row in rows.items() if int(row[1]) in wanted}
-    for member in wanted & rows.keys():
-        total += sum(map(int, rows[member][11:15])) * TICK_S
-    return total
+    return {member: rows[member] for member in wanted if member in rows}
+
+
+def server_cpu_s(pid: int) -> float:
+    """Returns the CPU seconds of `pid` and everything below it, with those that its dead descendants used."""
+    return sum(sum(map(int, row[11:15])) for row in family(pid).values()) * TICK_S
 
 
 def machine_cpu_s() -> float:
@@ -53,9 +66,13 @@ def machine_cpu_s() -> float:
     return (user + nice + system + irq + soft) * TICK_S
 
 
-async def measure(
-    pid: int, count: int, concurrency: int, work: Callable[[int], Awaitable[None]], settle_s: float = 0.2
-) -> dict[str, float]:
+def quantiles(latencies: list[float]) -> dict[str, float]:
+    latencies.sort()
+    count = len(latencies)
+    return {"p50_ms": round(latencies[count // 2] * 1e3, 3), "p99_ms": round(latencies[int(count * 0.99)] * 1e3, 3)}
+
+
+async def measure(pid: int, count: int, concurrency: int, work: Work, settle_s: float = 0.2) -> dict[str, float]:
     """Runs `work` `count` times by `concurrency` workers. Returns rates, CPU milliseconds per run and latencies."""
     latencies: list[float] = []
     numbers = iter(range(count))
@@ -71,16 +88,149 @@ async def measure(
     wall_s, client = time.perf_counter() - start, time.process_time() - client
     await asyncio.sleep(settle_s)  # what is being torn down is counted too
     server, machine = server_cpu_s(pid) - server, machine_cpu_s() - machine
-    latencies.sort()
     return {
         "per_s": round(count / wall_s, 1),
         "client_cpu_ms": round(client / count * 1e3, 4),
         "server_cpu_ms": round(server / count * 1e3, 4),
         "cpu_ms": round((client + server) / count * 1e3, 4),
         "machine_cpu_ms": round(machine / count * 1e3, 4),
-        "p50_ms": round(latencies[count // 2] * 1e3, 3),
-        "p99_ms": round(latencies[int(count * 0.99)] * 1e3, 3),
+        **quantiles(latencies),
     }
+
+
+async def paced(rate_per_s: float, count: int, work: Callable[[int], Awaitable[float]]) -> dict[str, float]:
+    """Makes `count` calls that come at random at `rate_per_s`, waiting for none. Returns their latencies.
+
+    `work` returns the seconds that the program itself took; what comes on top is `added`.
+    """
+    latencies: list[float] = []
+    added: list[float] = []
+
+    async def one(number: int) -> None:
+        start = time.perf_counter()
+        own_s = await work(number)
+        latencies.append(time.perf_counter() - start)
+        added.append(latencies[-1] - own_s)
+
+    dice, tasks = random.Random(0), []
+    due = time.perf_counter()
+    for number in range(count):
+        due += dice.expovariate(rate_per_s)
+        await asyncio.sleep(max(0.0, due - time.perf_counter()))
+        tasks.append(asyncio.create_task(one(number)))
+    await asyncio.gather(*tasks)
+    more = {f"added_{name}": value for name, value in quantiles(added).items()}
+    return {"offered_per_s": round(rate_per_s, 1), **quantiles(latencies), **more}
+
+
+async def spawn(*words: str) -> None:
+    process = await asyncio.create_subprocess_exec(*words, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.DEVNULL)
+    if await process.wait():
+        raise RuntimeError(f"{words[0]} ended with {process.returncode}")
+
+
+def others() -> dict[str, list[str]]:
+    """Returns the commands that a program is run by elsewhere, as far as they are installed here."""
+    python = [sys.executable, "-c"]
+    places = [place for place in ("/usr", "/bin", "/lib", "/lib64", sys.prefix, sys.base_prefix) if Path(place).exists()]
+    found = {"cold": python}
+    if bwrap := shutil.which("bwrap"):
+        binds = [word for place in places for word in ("--ro-bind", place, place)]
+        found["bubblewrap"] = [bwrap, "--unshare-all", "--die-with-parent", *binds, "--dev", "/dev", "--tmpfs", "/box", *python]
+    if nsjail := shutil.which("nsjail"):
+        binds = [word for place in places for word in ("-R", place)]
+        found["nsjail"] = [nsjail, "-Mo", "-Q", "--rlimit_as", "hard", *binds, "-R", "/dev/urandom", "--", *python]
+    return found
+
+
+async def compare(pid: int, client: SandboxClient, scale: float) -> dict[str, Any]:
+    """Returns fresh runs, ours and others', in turns; and ours as a ratio to the cold interpreter."""
+    rows: dict[str, list[float]] = {}
+    cores = os.cpu_count() or 1
+
+    async def ours(code: str) -> None:
+        result = await client.run_code(code)
+        if result.outcome != "ok":
+            raise RuntimeError(f"{result.outcome}: {result.error}")
+
+    programs = {"": PLAIN, "_numpy": NUMPY}
+    for _ in range(3):  # in turns, so that a neighbour's load falls on all
+        for suffix, code in programs.items():
+            for name, words in others().items():
+                if suffix and name != "cold":
+                    continue
+                count = max(4, int((16 if suffix else 60) * scale))
+                row = await measure(pid, count, 2 * cores, lambda _, words=words, code=code: spawn(*words, code), 0.0)  # type: ignore[misc]
+                rows.setdefault(f"{name}{suffix}", []).append(row["per_s"])
+            row = await measure(pid, int(200 * scale), 2 * cores, lambda _, code=code: ours(code), 0.0)  # type: ignore[misc]
+            rows.setdefault(f"isolated{suffix}", []).append(row["per_s"])
+    best = {name: max(values) for name, values in rows.items()}
+    ratios = {f"{name} / cold": round(best[name] / best["cold"], 2) for name in best if "numpy" not in name and name != "cold"}
+    ratios["isolated numpy / cold numpy"] = round(best["isolated_numpy"] / best["cold_numpy"], 2)
+    alone = {}
+    for suffix, code in programs.items():
+        cold = await measure(pid, max(5, int(10 * scale)), 1, lambda _, code=code: spawn(sys.executable, "-c", code), 0.0)  # type: ignore[misc]
+        isolated = await measure(pid, int(100 * scale), 1, lambda _, code=code: ours(code), 0.0)  # type: ignore[misc]
+        alone[f"cold{suffix}_p50_ms"], alone[f"isolated{suffix}_p50_ms"] = cold["p50_ms"], isolated["p50_ms"]
+    return {"fresh_per_s": best, "all_turns_per_s": rows, "ratios": ratios, "one_at_a_time": alone}
+
+
+async def ask(http: aiohttp.ClientSession, server: EmbeddedServer, path: str, body: dict[str, Any]) -> Any:
+    headers = {"Authorization": f"Bearer {server.token}"}
+    async with http.post(server.url + path, json=body, headers=headers) as reply:
+        words = await reply.json(content_type=None)
+        if reply.status != 200:
+            raise RuntimeError(f"{path}: {words}")
+        return words
+
+
+async def branches(server: EmbeddedServer, scale: float) -> dict[str, Any]:
+    """Returns the milliseconds per session branched off a live one, one and 16 at a time."""
+    async with aiohttp.ClientSession() as http:
+        stem = await ask(http, server, "/v1/sessions", {"key": "stem", "branching": True})
+        path = f"/v1/sessions/{stem['session']}"
+        prefix = {"seq": 1, "code": "import json\nkept = list(range(10000))", "language": "python", "timeout_s": 5}
+        await ask(http, server, f"{path}/exec", prefix)
+        seq, result = 1, {}
+        for together in (1, 16):
+            times = []
+            for _ in range(max(3, int(30 * scale / together))):
+                seq += 1
+                keys = [f"branch-{seq}-{number}" for number in range(together)]
+                start = time.perf_counter()
+                reply = await ask(http, server, f"{path}/branch", {"seq": seq, "keys": keys})
+                times.append((time.perf_counter() - start) / together)
+                for branch in reply["sessions"]:
+                    headers = {"Authorization": f"Bearer {branch['token']}"}
+                    await (await http.delete(f"{server.url}/v1/sessions/{branch['session']}", headers=headers)).read()
+            result[f"branch_{together}"] = quantiles(times)
+    return result
+
+
+def cgroups(members: Iterable[int]) -> list[Path]:
+    """Returns the groups that bear the number of one of these processes, as a supervisor's does, and those in them."""
+    wanted = {f"sandbox-{member}" for member in members}
+    bases = [Path(place, name) for place, names, _ in os.walk("/sys/fs/cgroup") for name in names if name in wanted]
+    return [group for base in bases for group in (base, *(entry for entry in base.iterdir() if entry.is_dir()))]
+
+
+def idle_memory(pid: int) -> dict[str, float]:
+    """Returns the memory of one waiting child in MiB: its share of pages, and what its cgroup counts, kernel included."""
+    rows = family(pid)
+    parents = {int(row[1]) for row in rows.values()}
+    leaves = [member for member in rows if member not in parents and int(rows[member][1]) != pid]
+    shares = []
+    for leaf in leaves:
+        with contextlib.suppress(OSError, StopIteration):
+            text = Path(f"/proc/{leaf}/smaps_rollup").read_text()
+            shares.append(int(next(line.split()[1] for line in text.splitlines() if line.startswith("Pss:"))) / 1024)
+    charged = []
+    for group in cgroups(rows):
+        files = [group / name for name in ("memory.usage_in_bytes", "memory.current")]
+        if group.name.isdigit() and (group / "cgroup.procs").read_text().strip():
+            charged += [int(file.read_text()) / (1 << 20) for file in files if file.exists()]
+    mean = lambda values: round(sum(values) / len(values), 2) if values else float("nan")  # noqa: E731
+    return {"children": len(shares), "pss_mib": mean(shares), "charged_mib": mean(charged)}
 
 
 async def load(server: EmbeddedServer, scale: float) -> dict[str, Any]:
@@ -115,28 +265,121 @@ async def load(server: EmbeddedServer, scale: float) -> dict[str, Any]:
         results["session_1"] = await measure(pid, int(500 * scale), 1, open_and_close)
         results["episode_of_4_calls_32"] = await measure(pid, int(1_500 * scale), 32, episode)
         if (await client.ready()).code:
+            results["idle_child"] = idle_memory(pid)
             results["exec_in_session_32"] = await measure(pid, int(5_000 * scale), 32, execute)
             results["run_code_16"] = await measure(pid, int(1_500 * scale), 16, run_code)
             results["run_code_1"] = await measure(pid, int(500 * scale), 1, run_code)
+            most = results["run_code_16"]["per_s"]
+
+            async def timed(number: int) -> float:
+                return (await client.run_code(f"print({number})")).elapsed_s
+
+            async def nothing(_: int) -> float:
+                await client.ready()
+                return 0.0
+
+            for name, share in (("at half load", 0.5), ("at 80 % load", 0.8)):
+                # beside it the same requests with no program: what HTTP and the machine's neighbours cost by themselves
+                results[f"nothing {name}"] = await paced(most * share, int(1_000 * scale), nothing)
+                results[f"run_code {name}"] = await paced(most * share, int(1_000 * scale), timed)
+            results |= await compare(pid, client, scale)
+            results |= await branches(server, scale)
     return results
+
+
+def belongings(pid: int) -> dict[str, int]:
+    """Returns what the server and all below it hold of the machine."""
+    members = family(pid)
+    held = {"processes": len(members), "descriptors": 0, "mounts": 0, "namespaces": 0, "cgroups": 0}
+    seen = set()
+    for member in members:
+        with contextlib.suppress(OSError):
+            held["descriptors"] += len(list(Path(f"/proc/{member}/fd").iterdir()))
+            held["mounts"] += len(Path(f"/proc/{member}/mounts").read_text().splitlines())
+            seen |= {str(entry.readlink()) for entry in Path(f"/proc/{member}/ns").iterdir()}
+    held["namespaces"] = len(seen)
+    held["cgroups"] = len(cgroups(members))
+    return held
+
+
+async def soak(server: EmbeddedServer, calls: int) -> dict[str, Any]:
+    """Makes `calls` calls of every kind, a thousand sessions open at once among them. Returns what is held around them."""
+    pid = json.loads(server.ready_line)["pid"]
+
+    async with SandboxClient(server.url, server.token, timeout_s=120) as client:
+
+        async def rest() -> dict[str, int]:
+            """Waits until the number of processes has stood still, then counts."""
+            last: dict[str, int] = {}
+            for _ in range(100):
+                now = belongings(pid)
+                if now == last:
+                    return now
+                last = now
+                await asyncio.sleep(0.1)
+            return last
+
+        async def mixed(number: int) -> None:
+            kind = number % 10
+            if kind < 6:
+                wanted, code = "ok", f"print({number})"
+            elif kind == 6:
+                wanted, code = "ok", "import os\nif os.fork() == 0:\n    os.setsid()\n    os.execvp('sleep', ['sleep', '60'])"
+            elif kind == 7:
+                wanted, code = "program_error", "import os; open('a', 'w').write('x' * 100000); os._exit(7)"
+            elif kind == 8:
+                wanted, code = "ok", "print('x' * 2_000_000)"
+            else:
+                async with await client.open_session(f"soak-{number}") as session:
+                    await session.exec("kept = 1")
+                    await session.exec("cd /; echo a > /box/tmp/b; sleep 60 &", "bash")
+                    if (await session.exec("kept")).value != "1":
+                        raise RuntimeError("a session has lost its state")
+                return
+            result = await client.run_code(code)
+            if result.outcome != wanted:
+                raise RuntimeError(f"wanted {wanted}, got {result}")
+
+        async def at_once(count: int) -> dict[str, float]:
+            start = time.perf_counter()
+            sessions = await asyncio.gather(*(client.open_session(f"many-{number}") for number in range(count)))
+            opened_s = time.perf_counter() - start
+            await asyncio.gather(*(session.exec(f"mine = {number}") for number, session in enumerate(sessions)))
+            values = await asyncio.gather(*(session.exec("mine") for session in sessions))
+            if [value.value for value in values] != [str(number) for number in range(count)]:
+                raise RuntimeError("sessions have mixed up their state")
+            used_s = time.perf_counter() - start - opened_s
+            await asyncio.gather(*(session.close() for session in sessions))
+            return {"sessions": count, "opened_s": round(opened_s, 2), "two_execs_each_s": round(used_s, 2)}
+
+        await measure(pid, 200, 16, mixed)
+        many = await at_once(min(1_000, calls))
+        before = await rest()
+        row = await measure(pid, calls, 16, mixed)
+        again = await at_once(min(1_000, calls))
+        after = await rest()
+    return {"calls": calls, "before": before, "after": after, "at_once": [many, again], **row}
 
 
 def main() -> None:
     """Prints the measurements as JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--scale", type=float, default=1.0, help="times the usual number of runs")
+    parser.add_argument("--soak", type=int, default=0, help="make so many calls and count what they leave behind")
     parser.add_argument("--min-isolation", default="L2")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as place:
         Path(place, "functions.py").write_text(FUNCTIONS)
         sys.path.insert(0, place)
         load_before = os.getloadavg()[0]
+        flags = ("--max-sessions=1100", "--queue=4000") if options.soak else ("--imports=numpy", "--queue=1000")
         start = time.perf_counter()
-        with EmbeddedServer(functions=("functions",), min_isolation=options.min_isolation) as server:
+        server = EmbeddedServer(functions=("functions",), min_isolation=options.min_isolation, options=flags)
+        with server:
             started_s = time.perf_counter() - start
             pid = json.loads(server.ready_line)["pid"]
             start_cpu_s = server_cpu_s(pid)
-            results = asyncio.run(load(server, options.scale))
+            results = asyncio.run(soak(server, options.soak) if options.soak else load(server, options.scale))
             stop = time.perf_counter()
         report = {
             "level": server.level,
@@ -144,6 +387,7 @@ def main() -> None:
             "cores": os.cpu_count(),
             "kernel": platform.release(),
             "load_before": load_before,
+            "load_after": os.getloadavg()[0],
             "start": {"wall_s": round(started_s, 3), "cpu_s": round(start_cpu_s, 3)},
             "stop_s": round(time.perf_counter() - stop, 3),
             **results,

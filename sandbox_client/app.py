@@ -1,33 +1,42 @@
 """The server's HTTP surface as one raw ASGI application: who may ask, what is well-formed, which session answers.
 
 No framework stands between the socket and a call: at hundreds of calls a second its work would be most of the cost.
+
+    GET  /healthz  /readyz  /metrics
+    POST /run_code                                  a program in a child of its own, in SandboxFusion's words
+    POST /v1/sessions                               key, functions, options, imports, branching -> session, token, level
+    POST /v1/sessions/{id}/exec, call               python or bash; a fixed function. Numbered by seq
+    POST /v1/sessions/{id}/reset, branch, grade     a fresh child; copies under new keys; a reward. Numbered by seq
+    GET, PUT /v1/sessions/{id}/files/{path}         one file
+    PUT  /v1/sessions/{id}/archive[/{path}]         a zip or tar, unpacked
+    DELETE /v1/sessions/{id}
 """
 
 import asyncio
-import base64
-import binascii
-import contextlib
 import hmac
+import json
 import time
-from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from . import wire
-from .pool import ChildDied, Pool
-from .sessions import Gate, JailedSession, Refused, Reply, Runs, Session, Sessions, busy, execute
+from .fusion import Fusion, wanted_timeout
+from .grading import Grader
+from .languages import Language
+from .metrics import Metrics
+from .pools import Pools
+from .sessions import Gate, JailedSession, Refused, Reply, Session, Spec
+from .table import Runs, Sessions
 
 Scope = dict[str, Any]
 Receive = Callable[[], Awaitable[dict[str, Any]]]
 Send = Callable[[dict[str, Any]], Awaitable[None]]
 
-LANGUAGES = ("python", "bash")
+_IN_SESSIONS = ("python", "bash")
 _JSON = (b"content-type", b"application/json")
 _WIRE = (wire.WIRE_HEADER.encode(), b"1")
 _OK = (200, b"application/json")
-_BUCKETS_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
-_RUN_TIMEOUT_S = 10.0
 _HEARD_OUT = 16  # times its limit, a body that is too large is still read and dropped
 
 
@@ -41,67 +50,11 @@ class Policy:
     reason: str | None
     remedy: str | None
     functions: tuple[str, ...]
-
-
-class Metrics:
-    """Counters and histograms in Prometheus' text form."""
-
-    def __init__(self) -> None:
-        self.outcomes: Counter[tuple[str, str]] = Counter()
-        self.refusals: Counter[str] = Counter()
-        self.dropped_bytes = 0
-        self._seconds: defaultdict[str, list[float]] = defaultdict(lambda: [0.0] * (len(_BUCKETS_S) + 2))
-
-    def observe(self, operation: str, reply: Reply) -> None:
-        elapsed_s = reply["elapsed_s"]
-        self.outcomes[operation, reply["outcome"]] += 1
-        self.dropped_bytes += reply.get("dropped_bytes", 0)
-        row = self._seconds[operation]
-        row[-2] += 1
-        row[-1] += elapsed_s
-        for place, bound in enumerate(_BUCKETS_S):
-            if elapsed_s <= bound:
-                row[place] += 1
-                break
-
-    def text(self, gauges: dict[str, float]) -> str:
-        lines = [f"sandbox_{name} {value:g}" for name, value in gauges.items()]
-        for (operation, outcome), count in self.outcomes.items():
-            lines.append(f'sandbox_outcomes_total{{operation="{operation}",outcome="{outcome}"}} {count}')
-        lines += [f'sandbox_refusals_total{{code="{code}"}} {count}' for code, count in self.refusals.items()]
-        lines.append(f"sandbox_dropped_bytes_total {self.dropped_bytes}")
-        for operation, row in self._seconds.items():
-            total = 0.0
-            for bound, within in zip(_BUCKETS_S, row, strict=False):
-                total += within
-                lines.append(f'sandbox_seconds_bucket{{operation="{operation}",le="{bound}"}} {total:g}')
-            lines.append(f'sandbox_seconds_bucket{{operation="{operation}",le="+Inf"}} {row[-2]:g}')
-            lines.append(f'sandbox_seconds_count{{operation="{operation}"}} {row[-2]:g}')
-            lines.append(f'sandbox_seconds_sum{{operation="{operation}"}} {row[-1]:.6f}')
-        return "\n".join(lines) + "\n"
+    languages: Mapping[str, Language] = field(default_factory=dict)  # besides Python
 
 
 def _wrong(message: str) -> Refused:
     return Refused(400, "bad_request", message)
-
-
-def _timeout(head: Reply, key: str = "timeout_s") -> float:
-    value = wire.take(head, key, float, int)
-    if not 0 < value <= wire.MAX_TIMEOUT_S:
-        raise ValueError(f"wanted {key!r} above 0 and at most {wire.MAX_TIMEOUT_S:g}, got {value}")
-    return value
-
-
-def _language(head: Reply) -> str:
-    language = wire.take(head, "language", str)
-    if language not in LANGUAGES:
-        raise Refused(422, "language_unknown", f"no language {language!r} here; there are {', '.join(LANGUAGES)}")
-    return language
-
-
-def _text(head: Reply, key: str) -> str:
-    value = head.get(key)
-    return "" if value is None else wire.take(head, key, str)
 
 
 class _Request:
@@ -152,14 +105,16 @@ class App:
     """Raw ASGI: `uvicorn` calls it, tests call it the same way."""
 
     def __init__(
-        self, token: str, hosts: frozenset[bytes] | None, policy: Policy, pool: Pool | None, table: Sessions, gate: Gate
+        self, token: str, hosts: frozenset[bytes] | None, policy: Policy, pools: Pools | None, table: Sessions, gate: Gate
     ) -> None:
         """`hosts`: the Host headers served; None, behind a proxy, is any."""
         self._token = f"Bearer {token}".encode()
         self._hosts = hosts
-        self._policy, self._pool, self._sessions, self._gate = policy, pool, table, gate
+        self._policy, self._pools, self._sessions, self._gate = policy, pools, table, gate
         self._runs = Runs()
         self._metrics = Metrics()
+        self._grader = Grader(pools.graders, gate, self._metrics) if pools and pools.graders else None
+        self._fusion = Fusion(pools, gate, policy.languages, self._metrics) if pools else None
         self._born = time.monotonic()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -192,25 +147,34 @@ class App:
         if request.path == "/healthz":
             return (*_OK, b'{"ok":true}')
         if not hmac.compare_digest(request.authorization, self._token):
-            raise Refused(401, "unauthorized", "wanted Authorization: Bearer with this server's token")
+            self._want_session_token(request, parts)
         if parts[1:3] == ["v1", "sessions"]:
             return await self._on_session(request, parts)
         return await self._on_server(request)
+
+    def _want_session_token(self, request: _Request, parts: list[str]) -> None:
+        """Lets a session's own token open what concerns this session only. Raises Refused."""
+        if parts[1:3] == ["v1", "sessions"] and len(parts) > 3:
+            token = self._sessions.token_of(parts[3])
+            if token and hmac.compare_digest(request.authorization, f"Bearer {token}".encode()):
+                return
+        raise Refused(401, "unauthorized", "wanted Authorization: Bearer with this server's token, or this session's")
 
     async def _on_server(self, request: _Request) -> tuple[int, bytes, bytes]:
         route = request.method, request.path
         if route == ("POST", "/run_code"):
             head = wire.decode(await request.body())
             key = wire.take(head, "key", str, type(None))
-            return (*_OK, await self._runs.once(key, lambda: self._run_code(request, head)))
+            fusion = self._want_code()
+            return (*_OK, await self._runs.once(key, lambda: fusion.run_code(head, request.deadline)))
         if route == ("GET", "/readyz"):
             return (*_OK, wire.encode(self._readiness()))
         if route == ("GET", "/metrics"):
             gauges: dict[str, float] = {"sessions": len(self._sessions), "up_seconds": time.monotonic() - self._born}
-            if self._pool:
-                gauges |= {"children": self._pool.live, "forks_total": self._pool.forks}
-                gauges |= {"cold_takes_total": self._pool.cold_takes}
-            return 200, b"text/plain; version=0.0.4", self._metrics.text(gauges).encode()
+            gauges["tasks"] = len(asyncio.all_tasks())
+            if self._pools:
+                gauges |= self._pools.gauges()
+            return 200, b"text/plain; version=0.0.4", self._metrics.text(self._policy.level, gauges).encode()
         raise Refused(404, "no_such_route", f"no {request.method} {request.path} here")
 
     def _readiness(self) -> Reply:
@@ -223,7 +187,9 @@ class App:
             "remedy": policy.remedy,
             "functions": policy.functions,
             "sessions": len(self._sessions),
-            "languages": LANGUAGES if policy.code else (),
+            "languages": ("python", *policy.languages) if policy.code else (),
+            "graders": self._grader is not None,
+            "imports": self._pools.imports if self._pools else (),
         }
 
     async def _on_session(self, request: _Request, parts: list[str]) -> tuple[int, bytes, bytes]:
@@ -231,7 +197,7 @@ class App:
         if action == ("POST", "call", 5):
             body = await request.body()
             head = wire.decode(body)
-            timeout_s = _timeout(head)
+            timeout_s = wanted_timeout(head)
             wire.take(head, "name", str)
             wire.take(head, "arguments", dict)
             session = self._sessions.find(parts[3])
@@ -240,11 +206,22 @@ class App:
             self._want_code()
             head = wire.decode(await request.body())
             return (*_OK, await self._exec(self._sessions.find(parts[3]), head, request))
+        if action == ("POST", "grade", 5):
+            if not hmac.compare_digest(request.authorization, self._token):
+                raise Refused(401, "unauthorized", "a session does not grade itself: wanted this server's token")
+            head = wire.decode(await request.body(wire.FILE_MAX_BYTES))
+            return (*_OK, await self._grade(self._sessions.find(parts[3]), head, request))
+        if action in (("POST", "reset", 5), ("POST", "branch", 5)):
+            head = wire.decode(await request.body())
+            session = self._sessions.find(parts[3])
+            return (*_OK, await self._renew(session, head, parts[4], request.until(wire.CLIENT_MARGIN_S)))
         if action == ("POST", "", 3):
             return (*_OK, await self._open(wire.decode(await request.body())))
         if action == ("DELETE", "", 4):
             self._sessions.close(parts[3])
             return (*_OK, b"{}")
+        if action in (("PUT", "archive", 5), ("PUT", "archive", 6)):
+            return await self._archive(request, [*parts, ""][5])
         if action[1:] == ("files", 6) and request.method in ("GET", "PUT"):
             return await self._file(request, parts)
         raise Refused(404, "no_such_route", f"no {request.method} {request.path} here")
@@ -253,6 +230,7 @@ class App:
         async def operation() -> Reply:
             reply = await session.call(head, body)
             self._metrics.observe("call", reply)
+            reply["level"] = self._policy.level
             return reply
 
         return await session.perform(self._seq(head), operation, deadline)
@@ -268,16 +246,53 @@ class App:
         key = wire.take(head, "key", str)
         functions = wire.take(head, "functions", str, type(None))
         options = wire.take(head, "options", dict, type(None)) or {}
-        session = await self._sessions.open(key, functions, options)
-        return wire.encode({"session": session.identity, "level": self._policy.level})
+        imports = wire.take(head, "imports", str, type(None))
+        branching = wire.take({"branching": False, **head}, "branching", bool)
+        session = await self._sessions.open(key, Spec(functions, json.dumps(options, sort_keys=True), imports, branching))
+        return wire.encode({"session": session.identity, "level": self._policy.level, "token": session.token})
 
-    def _want_code(self) -> None:
-        if not self._policy.code:
+    async def _grade(self, session: Session, head: Reply, request: _Request) -> bytes:
+        self._want_code()
+        if self._grader is None or not isinstance(session, JailedSession):
+            raise Refused(422, "no_graders", "wanted isolation L2 or better, to grade where no program has been")
+        grader, jailed, deadline = self._grader, session, request.until(wanted_timeout(head))
+
+        async def operation() -> Reply:
+            return {**await grader.grade(jailed, head, deadline), "level": self._policy.level}
+
+        return await session.perform(self._seq(head), operation, deadline)
+
+    async def _renew(self, session: Session, head: Reply, action: str, deadline: float) -> bytes:
+        """Resets a session, or branches others off it."""
+        keys = wire.take(head, "keys", list) if action == "branch" else []
+        if action == "branch" and (not keys or {type(key) for key in keys} != {str}):
+            raise ValueError("wanted 'keys' as the keys of the new sessions")
+
+        async def operation() -> Reply:
+            start = session.loop.time()
+            work = self._sessions.branch(session, keys) if keys else self._sessions.reset(session)
+            reply = {**await work, "level": self._policy.level}
+            self._metrics.time(action, (session.loop.time() - start) / max(1, len(keys)))
+            return reply
+
+        return await session.perform(self._seq(head), operation, deadline)
+
+    def _want_code(self) -> Fusion:
+        if not self._policy.code or self._fusion is None:
             raise Refused(403, "code_refused", self._policy.reason or "code is off", self._policy.remedy)
+        return self._fusion
+
+    @staticmethod
+    def _session_language(head: Reply) -> str:
+        language: str = wire.take(head, "language", str)
+        if language not in _IN_SESSIONS:
+            there = ", ".join(_IN_SESSIONS)
+            raise Refused(422, "language_unknown", f"no language {language!r} in a session; there are {there}")
+        return language
 
     async def _exec(self, session: Session, head: Reply, request: _Request) -> bytes:
-        timeout_s = _timeout(head)
-        work = {"code": wire.take(head, "code", str), "language": _language(head), "timeout_s": timeout_s}
+        timeout_s = wanted_timeout(head)
+        work: Reply = {"code": wire.take(head, "code", str), "language": self._session_language(head), "timeout_s": timeout_s}
         limit = head.get("max_output_bytes", wire.EXEC_OUTPUT_BYTES)
         if type(limit) is not int or not 0 <= limit <= wire.RUN_OUTPUT_BYTES:
             raise ValueError(f"wanted 'max_output_bytes' from 0 to {wire.RUN_OUTPUT_BYTES}, got {limit!r}")
@@ -286,12 +301,24 @@ class App:
         deadline = request.until(timeout_s)
 
         async def operation() -> Reply:
+            asked = session.loop.time()
             async with self._gate.enter(deadline):
+                self._metrics.time("queue", session.loop.time() - asked)
                 reply = await session.exec(work, limit)
             self._metrics.observe("exec", reply)
+            reply["level"] = self._policy.level
             return reply
 
         return await session.perform(self._seq(head), operation, deadline)
+
+    async def _archive(self, request: _Request, path: str) -> tuple[int, bytes, bytes]:
+        self._want_code()
+        session = self._sessions.find(request.path.split("/", 5)[3])
+        if not isinstance(session, JailedSession) or "\0" in path:
+            raise _wrong(f"wanted the path of a directory, got {path!r}")
+        content = await request.body(wire.FILE_MAX_BYTES)
+        reply = await session.in_turn(lambda: session.unpack(path, content), request.until(wire.CLIENT_MARGIN_S))
+        return (*_OK, wire.encode(reply))
 
     async def _file(self, request: _Request, parts: list[str]) -> tuple[int, bytes, bytes]:
         self._want_code()
@@ -308,68 +335,3 @@ class App:
 
         await session.in_turn(operation, request.until(wire.CLIENT_MARGIN_S))
         return (*_OK, b"{}") if content is not None else (200, b"application/octet-stream", found[0])
-
-    async def _run_code(self, request: _Request, head: Reply) -> bytes:
-        """Answers in SandboxFusion's words, with ours beside them."""
-        self._want_code()
-        assert self._pool is not None  # code is never allowed without one
-        timeout_s = _timeout({"run_timeout": _RUN_TIMEOUT_S, **head}, "run_timeout")
-        memory_mb = head.get("memory_limit_MB", -1)
-        work = {
-            "code": wire.take(head, "code", str),
-            "language": _language(head),
-            "timeout_s": timeout_s,
-            "once": True,
-            "memory_bytes": memory_mb << 20 if type(memory_mb) is int and memory_mb > 0 else 0,
-        }
-        stdin = _text(head, "stdin").encode("utf-8", "surrogatepass")
-        try:
-            files = {path: base64.b64decode(text or "", validate=True) for path, text in (head.get("files") or {}).items()}
-        except (binascii.Error, AttributeError, TypeError) as problem:
-            raise _wrong(f"wanted 'files' as path -> base64, got {problem}") from None
-        async with self._gate.enter(request.until(timeout_s)):
-            try:
-                child = await self._pool.take()
-            except ChildDied as death:
-                raise Refused(503, "no_child", f"no child could be started ({death.cause})") from None
-            session = JailedSession("", "", (None, "{}"), child, self._pool.memory_bytes)
-            try:
-                for path, content in files.items():
-                    await session.move_file(path, content)
-                reply = await execute(child, work, wire.RUN_OUTPUT_BYTES, self._pool.memory_bytes, stdin)
-                fetched, room = {}, wire.RUN_OUTPUT_BYTES
-                for path in () if reply["session_lost"] else head.get("fetch_files") or ():
-                    with contextlib.suppress(Refused):  # what the program did not write is not there
-                        content = await session.move_file(str(path), None, room)
-                        room -= len(content)
-                        fetched[path] = base64.b64encode(content).decode()
-            except ChildDied:
-                raise busy("the server is stopping") from None
-            finally:
-                child.kill("closed")
-        self._metrics.observe("run_code", reply)
-        return wire.encode({**_fusion(reply), "files": fetched})
-
-
-def _fusion(reply: Reply) -> Reply:
-    """Returns an exec's reply in SandboxFusion's form. It knows no outcome but a return code or a time limit."""
-    code = reply["exit_code"]
-    if code is None:
-        code = 0 if reply["outcome"] == "ok" else -9 if reply["session_lost"] else 1
-    late = reply["outcome"] == "program_timeout"
-    result = {
-        "status": "TimeLimitExceeded" if late else "Finished",
-        "execution_time": reply["elapsed_s"],
-        "return_code": None if late else code,
-        "stdout": reply["stdout"],
-        "stderr": reply["stderr"],
-    }
-    return {
-        "status": "Success" if not late and code == 0 else "Failed",
-        "message": reply["error"] or "",
-        "compile_result": None,
-        "run_result": result,
-        "executor_pod_name": None,
-        "outcome": reply["outcome"],
-        "dropped_bytes": reply["dropped_bytes"],
-    }

@@ -1,8 +1,8 @@
 """Memory cgroups for children, v1 or v2: what turns level L2 into L3.
 
-Only root can make the base group, and only root can remove it. So the zygote's parent, which stays root and does
-nothing else, calls `create` and `remove`, and the unprivileged zygote inside makes one leaf per slot through a
-directory descriptor: the tree is not visible in the jail.
+Root, or a user to whom a group was delegated, makes the base group, and only from outside the jail can it be removed.
+So the zygote's parent, which stays what it was and does nothing else, calls `create` and `remove`, and the unprivileged
+zygote inside makes one leaf per slot through a directory descriptor: the tree is not visible in the jail.
 """
 
 import contextlib
@@ -41,7 +41,8 @@ def _mount_of(version: int) -> tuple[Path, str]:
 def _parents(version: int) -> list[Path]:
     mount, seen_as = _mount_of(version)
     own = _own_group("memory" if version == 1 else "").removeprefix(seen_as.rstrip("/")).strip("/")
-    return [mount / own, mount] if own else [mount]
+    # the group above too: in v2 a group that holds processes can have no groups below it that bound memory
+    return list(dict.fromkeys([mount / own, (mount / own).parent, mount])) if own else [mount]
 
 
 def _create_in(parent: Path, name: str, version: int, uid: int) -> Path:
@@ -109,8 +110,8 @@ class Leaves:
         self._files = _V2_FILES if (base / "memory.max").exists() else _V1_FILES
         if self._files is _V2_FILES:
             (base / "zygote" / "cgroup.procs").write_text("0")
-        self._doors: list[int] = []
-        self._kills: list[int] = []
+        self._doors: dict[int, int] = {}
+        self._kills: dict[int, int] = {}
 
     def _open(self, path: str, flags: int) -> int:
         return os.open(path, flags | os.O_CLOEXEC, dir_fd=self._base)
@@ -123,7 +124,7 @@ class Leaves:
 
     def prepare(self, slot: int) -> None:
         """Makes the slot's group on its first use."""
-        if slot < len(self._doors):
+        if slot in self._doors:
             return
         os.mkdir(str(slot), 0o755, dir_fd=self._base)
         for name, value in ((self._files[0], self._memory), (self._files[1], self._swap())):
@@ -131,15 +132,15 @@ class Leaves:
                 file = self._open(f"{slot}/{name}", os.O_WRONLY)
                 os.write(file, value.encode())
                 os.close(file)
-        self._doors.append(self._open(f"{slot}/cgroup.procs", os.O_WRONLY))
-        self._kills.append(0)
+        self._doors[slot] = self._open(f"{slot}/cgroup.procs", os.O_WRONLY)
+        self._kills[slot] = 0
 
     def _swap(self) -> str:
         return "0" if self._files is _V2_FILES else self._memory  # v1 counts memory and swap together
 
-    def join(self, slot: int) -> None:
-        """Moves this process into the slot's group."""
-        os.write(self._doors[slot], b"0")
+    def join(self, slot: int, pid: int = 0) -> None:
+        """Moves a process, this one for 0, into the slot's group."""
+        os.write(self._doors[slot], b"%d" % pid)
 
     def ran_out(self, slot: int) -> bool:
         """Returns whether the kernel killed for memory in the slot since it was last asked."""

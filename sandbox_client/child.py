@@ -8,6 +8,7 @@ The zygote imports this module, so it must stay light: every page it touches is 
 import _ast
 import _signal  # without the enums of `signal`
 import contextlib
+import importlib
 import io
 import json
 import linecache
@@ -19,11 +20,13 @@ import traceback
 import types
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from .frames import CALL, EXEC, FRAME, OPEN, READ, READY, REPLY, TEXT_MAX, WRITE
+from .archive import unpack
+from .frames import BRANCH, CALL, EXEC, FRAME, OPEN, READ, READY, REPLY, TEXT_MAX, UNPACK, WRITE
+from .shell import DEFAULT_SIGNALS, Shell
 
-BASH_MAX_BYTES = 128 << 10  # the kernel's limit on one argument
+BASH_MAX_BYTES = 128 << 10  # it reads them one by one
 _ONLY_AST = 0x400  # ast.PyCF_ONLY_AST, without importing ast
 
 
@@ -52,11 +55,21 @@ class _Nowhere(io.TextIOBase):
 _NOWHERE: Any = _Nowhere()
 
 
+class Locked(Protocol):
+    """What a lock can do for its child, where it can: jail.Namespaced."""
+
+    def copy(self) -> int: ...
+    def settle(self) -> None: ...
+    def confine(self, place: str) -> None: ...
+
+
 class Child:
     """One session. Every operation takes a request's head and raw bytes and returns the reply's."""
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, lock: Locked | None, stem: bool) -> None:
         self._sock = sock
+        self._lock, self._stem = lock, stem
+        self._descriptors: list[int] = []  # that came with the request
         self._home = os.getcwd()  # noqa: PTH109  (cheaper, and wanted as a string)
         self._pid = os.getpid()
         self._buffer = bytearray()
@@ -65,6 +78,7 @@ class Child:
         self._runs = 0
         self._armed = False
         self._groups: list[int] = []
+        self._shell: Shell | None = None
 
     def serve(self) -> None:
         """Answers until the server closes the socket."""
@@ -74,16 +88,24 @@ class Child:
             EXEC: self._exec,
             WRITE: self._write,
             READ: self._read,
+            UNPACK: self._unpack,
         }
         while True:
             kind, length, blob_length = FRAME.unpack(self._receive(FRAME.size))
             head = _decode(self._receive(length).decode())[0]
+            if kind == BRANCH:
+                self._branch()
+                continue
             send(self._sock, REPLY, *operations[kind](head, self._receive(blob_length)))
 
     def _receive(self, size: int) -> bytes:
         buffer = self._buffer
         while len(buffer) < size:
-            data = self._sock.recv(1 << 16)
+            if not self._stem:
+                data = self._sock.recv(1 << 16)
+            else:
+                data, descriptors, _, _ = socket.recv_fds(self._sock, 1 << 16, 3)
+                self._descriptors += descriptors
             if not data:
                 os._exit(0)
             buffer += data
@@ -118,6 +140,40 @@ class Child:
         if self._armed:
             raise ProgramTimeout
 
+    def _branch(self) -> None:
+        """Copies this process. The original answers on its own line, the copy on the one that came with the request."""
+        assert self._lock is not None  # the server asks no other
+        own, self._descriptors = self._descriptors, []
+        dice = sys.modules.get("random")
+        drawn = dice.getstate() if dice else None  # a fork draws it anew
+        try:
+            pid = self._lock.copy()
+        except OSError as error:
+            for descriptor in own:
+                os.close(descriptor)
+            send(self._sock, REPLY, _encode({"outcome": "program_error", "error": _describe(error)}).encode())
+            return
+        if pid:
+            self._groups.append(-pid)
+            for descriptor in own:
+                os.close(descriptor)
+            for group in self._groups:
+                _reap(group)
+            send(self._sock, REPLY, b'{"outcome":"ok","error":null}')
+            return
+        for descriptor, number in zip(own, (3, 1, 2), strict=True):
+            os.dup2(descriptor, number, inheritable=number != 3)
+            os.close(descriptor)
+        if dice:
+            dice.setstate(drawn)
+        self._pid, self._groups, self._shell = os.getpid(), [], None
+        self._buffer.clear()
+        self._sock.sendall(b"\0")  # the kernel tells the server who sent it
+        if self._sock.recv(1) != b"\1":  # it has not been adopted
+            os._exit(1)
+        self._lock.settle()
+        send(self._sock, READY, b"{}")
+
     def _open(self, head: Head, _: bytes) -> tuple[bytes, bytes]:
         def work() -> Head:
             self._functions = dict(sys.modules[head["functions"]].session_functions(head["options"]))
@@ -149,7 +205,7 @@ class Child:
             _reap(group)
         if head.get("once"):
             self._prepare_once(head, blob)
-        run = self._bash if head["language"] == "bash" else self._python
+        run = self._command if "command" in head else self._bash if head["language"] == "bash" else self._python
         state: Head = {"exit_code": None, "value": None}
         reply = self._run(head["timeout_s"], lambda: run(head, state), state)
         _flush()
@@ -170,13 +226,14 @@ class Child:
         cpu_s = int(head["timeout_s"]) + 1
         resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s + 1))
         if head.get("memory_bytes"):
-            now = resource.getrlimit(resource.RLIMIT_AS)[1]
-            wanted = head["memory_bytes"] if now == resource.RLIM_INFINITY else min(now, head["memory_bytes"])
-            resource.setrlimit(resource.RLIMIT_AS, (wanted, wanted))
+            _limit_address(head["memory_bytes"])
 
     def _python(self, head: Head, state: Head) -> Head:
         if self._main is None:
             self._main = types.ModuleType("__main__")
+            if head.get("grade"):
+                sys.path.remove("")  # what is graded must not be imported in place of the library
+                self._main.__dict__["run_submission"] = self._run_submission
             sys.modules["__main__"] = self._main  # pickle and multiprocessing look names up there
         name, code, space = f"<exec {self._runs}>", head["code"], self._main.__dict__
         linecache.cache[name] = (len(code), None, code.splitlines(True), name)  # so that tracebacks show the line
@@ -187,6 +244,10 @@ class Child:
             if last is not None:
                 value = eval(compile(_ast.Expression(last.value), name, "eval"), space)  # noqa: S307
                 state["value"] = None if value is None or head.get("once") else repr(value)[:TEXT_MAX]
+            if head.get("grade"):
+                reward: Any = space.get("reward")
+                finite = isinstance(reward, (int, float)) and reward - reward == 0
+                state["reward"] = reward + 0 if finite else repr(reward)[:TEXT_MAX]
             if head.get("once"):
                 _finish()
             state["exit_code"] = 0
@@ -205,23 +266,60 @@ class Child:
             raise
         return _ended(state)
 
+    def _run_submission(self, words: list[str], stdin: str = "", timeout_s: float = 5.0) -> Any:
+        """Runs a command of what is graded, in its directory, out of reach of the grader; as subprocess.run returns it.
+
+        Raises subprocess.TimeoutExpired. What it started in the background ends with the grader.
+        """
+        assert self._lock is not None  # graders are namespaced
+        lock, place = self._lock, f"{self._home}/submission"
+        os.makedirs(place, exist_ok=True)  # noqa: PTH103
+        return importlib.import_module("subprocess").run(
+            words,
+            input=stdin,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=timeout_s,
+            cwd=place,
+            env={**os.environ, "HOME": place, "TMPDIR": place},
+            preexec_fn=lambda: lock.confine(place),
+            check=False,
+        )
+
     def _bash(self, head: Head, state: Head) -> Head:
         script = os.fsencode(head["code"])
         if len(script) >= BASH_MAX_BYTES or b"\0" in script:
             return {"outcome": "program_error", "error": f"bash code must be below {BASH_MAX_BYTES} bytes, without NUL"}
+        if self._shell is None or not self._shell.alive():
+            self._shell = Shell()
+        shell, self._shell = self._shell, None
+        try:
+            code, there = shell.run(script)
+        except ProgramTimeout:
+            _end_group(shell.pid)
+            raise
+        if there:
+            self._shell = shell
+        else:
+            self._groups.append(shell.pid)
+        state["exit_code"] = code if code >= 0 else 128 - code
+        return _ended(state)
+
+    def _command(self, head: Head, state: Head) -> Head:
+        """Runs a program of another language, or its compiler."""
+        if head.get("address_bytes"):
+            _limit_address(head["address_bytes"])
         pid = 0
         try:
-            # Python ignores these two signals, a shell must not
-            ignored = [_signal.SIGPIPE, _signal.SIGXFSZ]
-            arguments = [b"bash", b"-c", script]
-            pid = os.posix_spawn("/bin/bash", arguments, os.environ, setpgroup=0, setsigdef=ignored)
+            words = head["command"]
+            more = {"LD_LIBRARY_PATH": head["libraries"]} if head.get("libraries") else {}
+            pid = os.posix_spawn(words[0], words, {**os.environ, **more}, setpgroup=0, setsigdef=DEFAULT_SIGNALS)
             self._groups.append(pid)
             code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         except ProgramTimeout:
             if pid:
-                _kill(-pid)
-                _kill(pid)
-                os.waitpid(pid, 0)
+                _end_group(pid)
             raise
         state["exit_code"] = code if code >= 0 else 128 - code
         return _ended(state)
@@ -232,6 +330,12 @@ class Child:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(blob)
             return {}
+
+        return self._run(head["timeout_s"], work, {}), b""
+
+    def _unpack(self, head: Head, blob: bytes) -> tuple[bytes, bytes]:
+        def work() -> Head:
+            return {"value": unpack(blob, f"{self._home}/{head['path']}")}
 
         return self._run(head["timeout_s"], work, {}), b""
 
@@ -249,6 +353,13 @@ class Child:
             return {}
 
         return self._run(head["timeout_s"], work, {}), found[0] if found else b""
+
+
+def _limit_address(size_bytes: int) -> None:
+    """Sets how much address space each process from here on may have, as far as that may be set."""
+    most = resource.getrlimit(resource.RLIMIT_AS)[1]
+    wanted = size_bytes if most == resource.RLIM_INFINITY else min(most, size_bytes)
+    resource.setrlimit(resource.RLIMIT_AS, (wanted, wanted))
 
 
 def _ended(state: Head) -> Head:
@@ -285,6 +396,13 @@ def _kill(pid: int) -> None:
         os.kill(pid, _signal.SIGKILL)
 
 
+def _end_group(pid: int) -> None:
+    """Ends a process that leads a group, and its group."""
+    _kill(-pid)
+    _kill(pid)
+    os.waitpid(pid, 0)
+
+
 def _reap(group: int) -> None:
     """Collects what an earlier shell left behind and has since ended; the program's own children stay its own."""
     with contextlib.suppress(ChildProcessError):
@@ -292,8 +410,11 @@ def _reap(group: int) -> None:
             pass
 
 
-def main(sock: socket.socket) -> None:
-    """Takes over a freshly locked child: descriptors 1 and 2 are its pipes, `sock` its line to the server."""
+def main(sock: socket.socket, lock: Locked | None, stem: bool) -> None:
+    """Takes over a freshly locked child: descriptors 1 and 2 are its pipes, `sock` its line to the server.
+
+    `stem`: it may be asked to copy itself.
+    """
     sys.argv = [""]
     send(sock, READY, b"{}")
-    Child(sock).serve()
+    Child(sock, lock, stem).serve()

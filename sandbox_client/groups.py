@@ -8,10 +8,16 @@ from typing import NamedTuple
 
 
 class Limits(NamedTuple):
-    """What one child may use. `processes` counts threads too; `cpu_s` is per process, over the session's life."""
+    """What one child may use. `processes` counts threads too; `cpu_s` is per process, over the session's life.
+
+    `branches`: copies of one child at a time, times `processes` is what it and all copies may have together.
+    `address_bytes` is what a process may reserve where the memory that it uses is counted (level L3).
+    """
 
     memory_bytes: int = 512 << 20
+    address_bytes: int = 8 << 30
     processes: int = 64
+    branches: int = 64
     file_bytes: int = 64 << 20
     disk_bytes: int = 128 << 20
     inodes: int = 4096
@@ -40,12 +46,12 @@ class Unlocked:
         """Returns the slot's directory, which holds `work` and `tmp`."""
         return f"{self._home}/{slot}"
 
-    def fork(self, slot: int) -> int:
+    def fork(self, slot: int, stem: bool = False) -> int:
         for name in ("work", "tmp"):
             Path(self.place(slot), name).mkdir(parents=True, exist_ok=True)
         return os.fork()
 
-    def enter(self, slot: int) -> None:
+    def enter(self, slot: int, stem: bool = False) -> None:
         """Moves this child into its own group and directory."""
         os.setsid()
         os.chdir(f"{self.place(slot)}/work")

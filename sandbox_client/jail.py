@@ -14,7 +14,7 @@ import struct
 from collections.abc import Callable
 from pathlib import Path
 
-from . import seccomp
+from . import branch, seccomp
 from .cgroups import Leaves
 from .groups import Limits, LockError, Unlocked
 
@@ -114,13 +114,22 @@ def landlock_abi() -> int:
     return max(0, _syscall(_SYS_LANDLOCK_CREATE, None, 0, 1))
 
 
+def _landlock_known() -> int:
+    """Returns the rights on files that this kernel's Landlock knows."""
+    return (1 << {1: 13, 2: 14, 3: 15, 4: 15}.get(landlock_abi(), 16)) - 1
+
+
 def _landlock_ruleset(handled_files: int) -> int:
-    attributes = struct.pack("=QQQ", handled_files, _LANDLOCK_NET, _LANDLOCK_SCOPE)
+    """Returns a ruleset with all that this kernel's Landlock knows of: files, then TCP (ABI 4), then scopes (ABI 6)."""
+    abi = landlock_abi()
+    handled_files &= _landlock_known()
+    attributes = struct.pack("=QQQ", handled_files, _LANDLOCK_NET, _LANDLOCK_SCOPE)[: 8 if abi < 4 else 16 if abi < 6 else 24]
     return _check(_syscall(_SYS_LANDLOCK_CREATE, attributes, len(attributes), 0), "landlock_create_ruleset")
 
 
 def _landlock_allow(ruleset: int, path: str, access: int) -> None:
     place = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    access &= _landlock_known()
     if not Path(path).is_dir():
         access &= _LANDLOCK_FILE
     rule = struct.pack("=Qi", access, place)
@@ -149,11 +158,16 @@ def raise_file_limit() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def set_shared_limits(limits: Limits) -> None:
-    """Sets, in the zygote, the rlimits that it can bear itself: its children then have them for nothing."""
+def set_shared_limits(limits: Limits, *, bounded: bool) -> None:
+    """Sets, in the zygote, the rlimits that it can bear itself: its children then have them for nothing.
+
+    `bounded`: a cgroup counts the memory that is really used, so a program may raise its limit on mere address space,
+    of which the runtimes of some languages reserve gigabytes.
+    """
+    most = _allowed(resource.RLIMIT_AS, limits.address_bytes if bounded else limits.memory_bytes)
+    resource.setrlimit(resource.RLIMIT_AS, (min(most, limits.memory_bytes), most))
     for kind, value in (
         (resource.RLIMIT_CORE, 1),  # 0 would still start the host's crash handler, where it reads cores from a pipe
-        (resource.RLIMIT_AS, limits.memory_bytes),
         (resource.RLIMIT_FSIZE, limits.file_bytes),
         (resource.RLIMIT_MEMLOCK, 0),
         (resource.RLIMIT_MSGQUEUE, 0),
@@ -161,14 +175,14 @@ def set_shared_limits(limits: Limits) -> None:
         resource.setrlimit(kind, (_allowed(kind, value),) * 2)
 
 
-def _own_limits(limits: Limits, processes: int) -> list[tuple[int, tuple[int, int]]]:
-    """Returns the others, for the child to set."""
+def _own_limits(limits: Limits, processes: int, stem: bool = False) -> list[tuple[int, tuple[int, int]]]:
+    """Returns the others, for the child to set. The copies of a stem count as its processes too."""
     wanted = {
-        resource.RLIMIT_NOFILE: limits.open_files,
-        resource.RLIMIT_CPU: limits.cpu_s,
-        resource.RLIMIT_NPROC: processes,
+        resource.RLIMIT_NOFILE: (limits.open_files, limits.open_files),
+        resource.RLIMIT_CPU: (limits.cpu_s, limits.cpu_s),
+        resource.RLIMIT_NPROC: (processes, processes * (1 + limits.branches if stem else 1)),
     }
-    return [(kind, (_allowed(kind, value),) * 2) for kind, value in wanted.items()]
+    return [(kind, (_allowed(kind, soft), _allowed(kind, hard))) for kind, (soft, hard) in wanted.items()]
 
 
 class _Filter:
@@ -261,6 +275,8 @@ class Namespaced:
     def __init__(self, readable: list[str], limits: Limits, uid: int | None, leaves: Leaves | None) -> None:
         """Moves this process into the outer namespaces. `uid`: what root becomes first; None for an ordinary user."""
         self._limits, self._leaves = limits, leaves
+        seen = (*readable, "/etc", *(f"/dev/{name}" for name in DEVICES))
+        self._readable = [path for path in seen if Path(path).exists()]
         self._proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             # only root may read its own home, where the interpreter may be: so it grafts before it becomes `uid`.
@@ -280,9 +296,13 @@ class Namespaced:
         except OSError as error:
             raise LockError(f"namespaces are denied ({error})", _remedy()) from None
         _libc.sethostname(b"sandbox", 7)
-        self._networks: list[int] = []
-        self._filter = _Filter(seccomp.build_filter(_MACHINE, sockets=True, own_groups=True))
-        self._lock = self._steps()
+        self._networks: dict[int, int] = {}
+        self._box = branch.Box(BOX, INNER_ID, limits)
+        copying = branch.NEW_NAMESPACES | signal.SIGCHLD
+        self._filters = [
+            _Filter(seccomp.build_filter(_MACHINE, sockets=True, own_groups=True, clone=flags)) for flags in (0, copying)
+        ]
+        self._locks = [self._steps(stem) for stem in (False, True)]
 
     @staticmethod
     def _may_mount() -> bool:
@@ -300,22 +320,22 @@ class Namespaced:
         os.write(file, text)
         os.close(file)
 
-    def fork(self, slot: int) -> int:
+    def fork(self, slot: int, stem: bool = False) -> int:
         """Forks into the slot's network and a new pid namespace.
 
         A network namespace is slow to make and slower to tear down, so a slot keeps its own: a child has no right over
         it, and when the child's last process is dead nothing of it is left there.
         """
-        if slot == len(self._networks):
+        if slot not in self._networks:
             _unshare(_NEW_NET)
-            self._networks.append(self._open("self/ns/net"))
+            self._networks[slot] = self._open("self/ns/net")
         else:
             _check(_c_setns(self._networks[slot], _NEW_NET), "setns")
         if self._leaves:
             self._leaves.prepare(slot)
         return _fork(_NEW_PID)
 
-    def _steps(self) -> list[tuple[str, Callable[..., int | None], tuple[object, ...]]]:
+    def _steps(self, stem: bool) -> list[tuple[str, Callable[..., int | None], tuple[object, ...]]]:
         """Returns a child's lock as calls in order: prepared, for a child pays in page faults for what it works out."""
         limits, self_is = self._limits, f"{INNER_ID} 0 1".encode()
         options = f"size={limits.disk_bytes},nr_inodes={limits.inodes},mode=755".encode()
@@ -330,21 +350,47 @@ class Namespaced:
             *((f"directory {name}", os.mkdir, (f"{BOX}/{name}", 0o700)) for name in ("work", "tmp", "shm")),
             ("work directory", os.chdir, (f"{BOX}/work",)),
             ("own session", os.setsid, ()),
-            *(("limit", resource.setrlimit, limit) for limit in _own_limits(limits, limits.processes)),
+            *(("limit", resource.setrlimit, limit) for limit in _own_limits(limits, limits.processes, stem)),
             ("no new privileges", _c_prctl, (_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)),
             ("no capabilities", _drop_capabilities, ()),
         ]
         if landlock_abi() >= 6:
             steps.append(("Landlock", _syscall, (_SYS_LANDLOCK_RESTRICT, _landlock_ruleset(0), 0)))
-        return [*steps, ("seccomp", _c_prctl, (_PR_SET_SECCOMP, 2, self._filter.program, 0, 0))]
+        return [*steps, ("seccomp", _c_prctl, (_PR_SET_SECCOMP, 2, self._filters[stem].program, 0, 0))]
 
-    def enter(self, slot: int) -> None:
+    def enter(self, slot: int, stem: bool = False) -> None:
         """Locks this child, for good. The pid, network and outer namespaces it was born in."""
         if self._leaves:
             self._leaves.join(slot)
-        for what, call, arguments in self._lock:
+        for what, call, arguments in self._locks[stem]:
             if call(*arguments) == -1:
                 _check(-1, what)
+
+    def copy(self) -> int:
+        """Forks this stem. Returns the copy's pid, 0 in the copy, which must settle."""
+        return branch.duplicate(_fork, self._limits)
+
+    def settle(self) -> None:
+        """Locks this copy, for good, once it is adopted."""
+        branch.settle(self._box)
+
+    def confine(self, place: str) -> None:
+        """Narrows this process, for good, to the directory `place` and the system's tools; signals stay inside too."""
+        ruleset = _landlock_ruleset(_LANDLOCK_ALL)
+        for path in self._readable:
+            _landlock_allow(ruleset, path, _LANDLOCK_READ | (2 if path.startswith("/dev/") else 0))
+        _landlock_allow(ruleset, place, _LANDLOCK_ALL)
+        _landlock_restrict(ruleset)
+        os.close(ruleset)
+
+    def adopt(self, slot: int, original: int, pid: int) -> int:
+        """Starts giving the stem's copy its own files and cgroup; returns who does it. Raises OSError for a stranger."""
+        if branch.parent_of(self._proc, pid) != original:
+            raise ProcessLookupError(f"{pid} is no copy of {original}")
+        leaves = self._leaves
+        if leaves:
+            leaves.prepare(slot)
+        return branch.adopt(self._proc, original, pid, self._box, lambda copy: leaves.join(slot, copy) if leaves else None)
 
     def kill(self, pid: int) -> None:
         """Kills the namespace's init and, with it, all of the namespace."""
@@ -394,7 +440,7 @@ class Landlocked(Unlocked):
                 count += entry.name.isdigit() and entry.stat().st_uid == self._uid
         return count
 
-    def enter(self, slot: int) -> None:
+    def enter(self, slot: int, stem: bool = False) -> None:
         """Locks this child, for good."""
         super().enter(slot)
         die_with_parent()

@@ -1,13 +1,11 @@
-"""The server's end of the zygote: its process, the warm children, and one `Child` to speak to each.
-
-A child is single-use. What it says is hostile: frames are bounded and strictly decoded, a word out of turn ends it.
-"""
+"""The server's end of a zygote: its process, the children that wait ready, the copies of live ones."""
 
 import asyncio
 import itertools
 import json
 import os
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -17,30 +15,18 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from . import frames, wire
+from . import frames
 from .groups import Limits
+from .line import Child, ChildDied
 
 # the package's face is not imported there: it would bring the client with it
 _BOOT = (
     "import sys, types; package = types.ModuleType('sandbox_client'); package.__path__ = [sys.argv[1]];"
     "sys.modules['sandbox_client'] = package; from sandbox_client import zygote; zygote.main(int(sys.argv[2]))"
 )
-_HEAD_MAX_BYTES = wire.REQUEST_MAX_BYTES + (1 << 16)
-_READ_BYTES = 1 << 16
-_BURST_BYTES = 1 << 18  # after so much output in one go the loop turns to the others
-_BURST_PAUSE_S = 0.005
-_EXIT_PATIENCE_S = 2.0
+_CREDENTIALS = struct.Struct("=iII")  # pid, uid, gid
 _WATCH_S = 0.1
-
-
-class ChildDied(Exception):
-    """The child is gone. `cause`: exit, timeout, protocol, closed, expired; `status` as waitpid gives it."""
-
-    def __init__(self, cause: str, status: int | None, oom: bool) -> None:
-        super().__init__(cause)
-        self.cause = cause
-        self.status = status
-        self.oom = oom
+_START_S = 10.0
 
 
 def readable_paths() -> list[str]:
@@ -48,7 +34,8 @@ def readable_paths() -> list[str]:
     system = ["/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/alternatives", "/etc/ld.so.cache"]
     prefixes = [sys.prefix, sys.base_prefix, str(Path(sys.executable).resolve().parent.parent)]
     own = [f"{prefix}/{part}" for prefix in dict.fromkeys(prefixes) for part in ("bin", "lib", "lib64", "pyvenv.cfg")]
-    return [*system, "/etc/localtime", *(path for path in own if not path.startswith("/usr/"))]
+    java = map(str, Path("/etc").glob("java-*"))  # its installation is full of links to there
+    return [*system, "/etc/localtime", *java, *(path for path in own if not path.startswith("/usr/"))]
 
 
 def _import_path(functions: Sequence[str]) -> list[str]:
@@ -62,207 +49,49 @@ def _import_path(functions: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(places))
 
 
-class Output:
-    """One stream of a child: drained while the program runs, first and last half of `limit` kept, the rest counted."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, descriptor: int) -> None:
-        self._loop = loop
-        self._descriptor = descriptor
-        os.set_blocking(descriptor, False)
-        self._pause: asyncio.TimerHandle | None = None
-        self.at_end = False  # no process holds the writing end any more
-        self._used = False
-
-    def begin(self, limit: int) -> None:
-        """Starts a new record."""
-        self._half = limit // 2
-        self._head, self._tail = bytearray(), bytearray()
-        self._total = self._burst = 0
-        self._used = True
-        if self._descriptor >= 0:
-            self._loop.add_reader(self._descriptor, self._readable)
-
-    def _read(self) -> int:
-        """Reads once. Returns the number of bytes, 0 at the end, -1 when there is nothing now."""
-        try:
-            data = os.read(self._descriptor, _READ_BYTES)
-        except BlockingIOError:
-            return -1
-        self._total += len(data)
-        self.at_end = not data
-        room = max(0, self._half - len(self._head))
-        self._head += data[:room]
-        self._tail += data[room:]
-        if len(self._tail) > 2 * self._half + _READ_BYTES:
-            del self._tail[: len(self._tail) - self._half]
-        return len(data)
-
-    def _readable(self) -> None:
-        count = self._read()
-        self._burst += count
-        if count == 0:  # every writer is gone
-            self._loop.remove_reader(self._descriptor)
-        elif self._burst >= _BURST_BYTES:
-            self._burst = 0
-            self._loop.remove_reader(self._descriptor)
-            self._pause = self._loop.call_later(_BURST_PAUSE_S, self._resume)
-
-    def _resume(self) -> None:
-        self._pause = None
-        self._loop.add_reader(self._descriptor, self._readable)
-
-    def _drain(self) -> None:
-        """Stops listening and takes what is still in the pipe."""
-        if self._pause:
-            self._pause.cancel()
-            self._pause = None
-        if self._used and self._descriptor >= 0:
-            self._loop.remove_reader(self._descriptor)
-            for _ in range(32):  # bounded, for a background program may refill the pipe as fast
-                if self._read() <= 0:
-                    break
-
-    def end(self) -> tuple[str, int]:
-        """Returns the text of the record and the count of bytes dropped."""
-        self._drain()
-        del self._tail[: max(0, len(self._tail) - self._half)]
-        dropped = self._total - len(self._head) - len(self._tail)
-        if not dropped:
-            return (self._head + self._tail).decode(errors="replace"), 0
-        gap = f"\n[... {dropped} bytes dropped ...]\n"
-        return self._head.decode(errors="replace") + gap + self._tail.decode(errors="replace"), dropped
-
-    def close(self) -> None:
-        """Closes the pipe; the record can still be asked for."""
-        self._drain()
-        os.close(self._descriptor)
-        self._descriptor = -1
+def _settle(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
 
 
-class Child:
-    """One locked process. Ask it one thing at a time."""
-
-    def __init__(self, pool: "Pool", number: int, line: socket.socket, out: int, err: int) -> None:
-        self._pool = pool
-        self._loop = pool.loop
-        self._line = line
-        self._number = number
-        self._buffer = bytearray()
-        self._outgoing = bytearray()
-        self._waiter: asyncio.Future[tuple[bytes, bytes, bytes]] | None = None
-        self._cause = "exit"
-        self._gone = False
-        self.deadline: float | None = None  # of the operation under way, on the loop's clock
-        self.out, self.err = Output(self._loop, out), Output(self._loop, err)
-        self.ended: asyncio.Future[None] = self._loop.create_future()
-        self._loop.add_reader(line.fileno(), self._readable)
-
-    @property
-    def alive(self) -> bool:
-        return not self._gone
-
-    def listen(self, timeout_s: float) -> asyncio.Future[tuple[bytes, bytes, bytes]]:
-        """Returns the future of the next frame: kind, head, blob. It fails with ChildDied."""
-        if self._gone:
-            raise ChildDied(self._cause, None, False)
-        self._waiter = self._loop.create_future()
-        self.deadline = self._loop.time() + timeout_s + wire.KILL_MARGIN_S
-        return self._waiter
-
-    async def ask(self, kind: bytes, head: bytes, timeout_s: float, blob: bytes = b"") -> tuple[dict[str, Any], bytes]:
-        """Sends one request and returns the reply's head and bytes. Raises ChildDied."""
-        reply = self.listen(timeout_s)
-        self._send(frames.FRAME.pack(kind, len(head), len(blob)) + head + blob)
-        word, text, data = await reply
-        try:
-            if word != frames.REPLY or (data and kind != frames.READ):
-                raise ValueError("out of turn")
-            return wire.decode(text), data
-        except ValueError:
-            self.kill("protocol")
-            await self.ended
-            raise ChildDied("protocol", None, False) from None
-
-    def kill(self, cause: str) -> None:
-        """Ends the child; whoever waits for it learns `cause`."""
-        if not self._gone:
-            self._gone = True
-            self._cause = cause
-            self._loop.remove_reader(self._line.fileno())
-            if self._outgoing:
-                self._loop.remove_writer(self._line.fileno())
-            # the line is closed when it is dead: closed now, it would wake the child to read the end of it
-            self._pool.order_end(self._number, frames.BURY if cause == "exit" else frames.KILL)
-            # should the kernel never finish with it, callers still get their answer
-            self._loop.call_later(_EXIT_PATIENCE_S, self.finish, None, False)
-
-    def finish(self, status: int | None, oom: bool) -> None:
-        """Called when the zygote has reaped the child."""
-        if self.ended.done():
-            return
-        self.kill(self._cause)
-        self.ended.set_result(None)
-        self._line.close()
-        self.out.close()
-        self.err.close()
-        if self._waiter and not self._waiter.done():
-            self._waiter.set_exception(ChildDied(self._cause, status, oom))
-
-    def _send(self, data: bytes) -> None:
-        try:
-            sent = self._line.send(data)
-        except BlockingIOError:
-            sent = 0
-        except OSError:
-            return  # it has hung up: the reader notices
-        if sent < len(data):
-            self._outgoing += data[sent:]
-            self._loop.add_writer(self._line.fileno(), self._writable)
-
-    def _writable(self) -> None:
-        try:
-            del self._outgoing[: self._line.send(self._outgoing)]
-        except OSError:
-            self._outgoing.clear()
-        if not self._outgoing:
-            self._loop.remove_writer(self._line.fileno())
-
-    def _readable(self) -> None:
-        try:
-            data = self._line.recv(_READ_BYTES)
-        except BlockingIOError:
-            return
-        except ConnectionError:
-            data = b""
-        if not data:
-            self.kill("exit")
-            return
-        self._buffer += data
-        if len(self._buffer) < frames.FRAME.size:
-            return
-        kind, head_length, blob_length = frames.FRAME.unpack_from(self._buffer)
-        size = frames.FRAME.size + head_length + blob_length
-        waiter = self._waiter
-        if waiter is None or waiter.done() or len(self._buffer) > size:
-            self.kill("protocol")
-            return
-        if head_length > _HEAD_MAX_BYTES or blob_length > wire.FILE_MAX_BYTES:
-            self.kill("protocol")
-            return
-        if len(self._buffer) < size:
-            return
-        body = bytes(self._buffer[frames.FRAME.size :])
-        self._buffer.clear()
-        self._waiter = self.deadline = None
-        waiter.set_result((kind, body[:head_length], body[head_length:]))
+async def _sender(line: socket.socket) -> int:
+    """Returns the process that sends the first byte on `line`, as the kernel knows it. Raises ChildDied."""
+    loop = asyncio.get_running_loop()
+    ready = loop.create_future()
+    loop.add_reader(line.fileno(), _settle, ready)
+    try:
+        async with asyncio.timeout(_START_S):
+            await ready
+        data, ancillary, _, _ = line.recvmsg(1, socket.CMSG_SPACE(_CREDENTIALS.size))
+    except TimeoutError:
+        raise ChildDied("copy", None, False) from None
+    finally:
+        loop.remove_reader(line.fileno())
+    line.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 0)
+    for level, kind, content in ancillary:
+        if data and (level, kind) == (socket.SOL_SOCKET, socket.SCM_CREDENTIALS):
+            pid: int = _CREDENTIALS.unpack(content)[0]
+            return pid
+    raise ChildDied("copy", None, False)
 
 
 class Pool:
     """The zygote's process and the children it has forked."""
 
-    def __init__(self, level: str, functions: Sequence[str], uid: int | None, limits: Limits, warm: int) -> None:
-        self.level = level
+    def __init__(
+        self,
+        level: str,
+        functions: Sequence[str],
+        uid: int | None,
+        limits: Limits,
+        warm: int,
+        imports: Sequence[str] = (),
+        toolchains: Sequence[str] = (),
+    ) -> None:
+        """`imports`: modules that children find imported; `toolchains`: more directories of tools that they may read."""
+        self.level, self.imports = level, tuple(imports)
         self._functions, self._uid, self.limits = tuple(functions), uid, limits
+        self._toolchains = tuple(toolchains) if level > "L1" else ()
         self._target = warm
         self._numbers = itertools.count(1)
         self._children: dict[int, Child] = {}
@@ -271,26 +100,27 @@ class Pool:
         self._waiting: deque[asyncio.Future[Child]] = deque()
         self._orders: deque[tuple[bytes, tuple[int, ...]]] = deque()
         self._reports = bytearray()
-        self._closed = self.dead = False
-        self.forks = self.cold_takes = 0
+        self._closed = self.dead = self._begun = False
+        self.forks = self.takes = self.cold_takes = 0
         self.on_death: Callable[[], None] = lambda: None
 
     async def start(self) -> dict[str, Any]:
         """Starts the zygote. Returns {} or why it could not lock: `reason` and `remedy`, or `fatal`."""
-        self.loop = asyncio.get_running_loop()
+        self.loop, self._begun = asyncio.get_running_loop(), True
         self._control, theirs = socket.socketpair()
         config = {
             "level": self.level,
             "uid": self._uid,
             "limits": self.limits._asdict(),
-            "readable": readable_paths(),
+            "readable": [*readable_paths(), *self._toolchains],
             "path": _import_path(self._functions),
             "functions": self._functions,
+            "imports": self.imports,
             "scratch": tempfile.gettempdir(),
         }
         self._process = subprocess.Popen(  # noqa: ASYNC220  (once, at the start)
             [sys.executable, "-I", "-S", "-X", "utf8", "-c", _BOOT, str(Path(__file__).parent), str(theirs.fileno())],
-            env=_child_environment() | {"LD_BIND_NOW": "1"},  # else every child resolves the same symbols again
+            env=child_environment(self._toolchains) | {"LD_BIND_NOW": "1"},  # else every child resolves the same symbols again
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             pass_fds=[theirs.fileno()],
@@ -314,6 +144,7 @@ class Pool:
 
     async def take(self) -> Child:
         """Returns a locked child that nobody has used. Raises ChildDied when it cannot be had."""
+        self.takes += 1
         while self._warm:
             child = self._warm.popleft()
             if child.alive:
@@ -325,8 +156,57 @@ class Pool:
         self._refill()
         return await waiter
 
+    async def take_stem(self) -> Child:
+        """Returns a new locked child that may be copied. Raises ChildDied when it cannot be had."""
+        self.takes += 1
+        self.cold_takes += 1
+        child = self._fork(frames.FORK_STEM)
+        kind, head, _ = await child.listen(_START_S)
+        if kind != frames.READY:
+            child.kill("start")
+            raise ChildDied(f"start: {head.decode(errors='replace')}", None, False)
+        return child
+
+    async def copy(self, stem: Child) -> Child:
+        """Returns a copy of a child from take_stem, in namespaces of its own. Raises ChildDied."""
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+        (out, out_theirs), (err, err_theirs) = os.pipe(), os.pipe()
+        child: Child | None = None
+        try:
+            try:
+                reply, _ = await stem.ask(frames.BRANCH, b"{}", _START_S, descriptors=(theirs.fileno(), out_theirs, err_theirs))
+            finally:
+                theirs.close()
+                os.close(out_theirs)
+                os.close(err_theirs)
+            if reply.get("outcome") != "ok":
+                raise ChildDied(f"copy: {reply.get('error')}", None, False)
+            pid = await _sender(ours)
+            number = next(self._numbers)
+            child = self._children[number] = Child(self.order_end, number, ours, out, err)
+            child.stem = stem
+            stem.count_copy(1)
+            self._order(frames.REQUEST.pack(frames.ADOPT, number, stem.number, pid))
+            await asyncio.wait([child.adopted, child.ended], return_when=asyncio.FIRST_COMPLETED)
+            ready = child.listen(_START_S)
+            ours.send(b"\1")
+            if (await ready)[0] != frames.READY:
+                raise ChildDied("copy", None, False)
+            self.forks += 1
+            return child
+        except (ChildDied, OSError) as error:
+            if child:
+                child.kill("start")
+            else:
+                ours.close()
+                os.close(out)
+                os.close(err)
+            raise error if isinstance(error, ChildDied) else ChildDied(f"copy: {error}", None, False) from None
+
     def order_end(self, number: int, kind: bytes) -> None:
-        self._order(frames.REQUEST.pack(kind, number))
+        self._order(frames.REQUEST.pack(kind, number, 0, 0))
 
     def _watch(self) -> None:
         """Kills the children whose program has ignored its own deadline: one timer for all, for calls are many."""
@@ -342,6 +222,11 @@ class Pool:
         return len(self._children)
 
     @property
+    def dying(self) -> int:
+        """Returns how many were ordered to end and have not been reported dead: 0 but for moments."""
+        return sum(not child.alive for child in self._children.values())
+
+    @property
     def memory_bytes(self) -> int:
         return self.limits.memory_bytes
 
@@ -351,6 +236,8 @@ class Pool:
 
     async def close(self) -> None:
         """Ends the zygote, which first ends and reaps every child."""
+        if not self._begun:
+            return
         children = list(self._children.values())
         for child in children:
             child.kill("closed")
@@ -384,18 +271,21 @@ class Pool:
 
     def _refill(self) -> None:
         while not (self._closed or self.dead) and len(self._warm) + self._starting < self._target + len(self._waiting):
-            self._fork()
+            self._starting += 1
+            self._await_start(self._fork())
 
-    def _fork(self) -> None:
+    def _await_start(self, child: Child) -> None:
+        child.listen(_START_S).add_done_callback(lambda ready: self._started(child, ready))
+
+    def _fork(self, kind: bytes = frames.FORK) -> Child:
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         (out, out_theirs), (err, err_theirs) = os.pipe(), os.pipe()
         number = next(self._numbers)
-        self._order(frames.REQUEST.pack(frames.FORK, number), (theirs.detach(), out_theirs, err_theirs))
-        child = self._children[number] = Child(self, number, ours, out, err)
+        self._order(frames.REQUEST.pack(kind, number, 0, 0), (theirs.detach(), out_theirs, err_theirs))
+        child = self._children[number] = Child(self.order_end, number, ours, out, err)
         self.forks += 1
-        self._starting += 1
-        child.listen(10.0).add_done_callback(lambda ready: self._started(child, ready))
+        return child
 
     def _started(self, child: Child, ready: "asyncio.Future[tuple[bytes, bytes, bytes]]") -> None:
         self._starting -= 1
@@ -430,17 +320,21 @@ class Pool:
             self.on_death()
         self._reports += data
         while len(self._reports) >= frames.EXIT.size:
-            _, number, status, oom = frames.EXIT.unpack_from(self._reports)
+            kind, number, status, oom = frames.EXIT.unpack_from(self._reports)
             del self._reports[: frames.EXIT.size]
+            if kind == frames.ADOPTED:
+                self._children[number].adopted.set_result(None)
+                continue
             child = self._children.pop(number)
-            child.finish(status, bool(oom))
+            child.finish(None if status == -1 else status, bool(oom))
             if child in self._warm:
                 self._warm.remove(child)
 
 
-def _child_environment() -> dict[str, str]:
+def child_environment(toolchains: Sequence[str] = ()) -> dict[str, str]:
     """Returns the whole environment of a program. Nothing of the server's is in it."""
-    binaries = dict.fromkeys([f"{sys.prefix}/bin", f"{sys.base_prefix}/bin", "/usr/local/bin", "/usr/bin", "/bin"])
+    own = [f"{sys.prefix}/bin", f"{sys.base_prefix}/bin", "/usr/local/bin", "/usr/bin", "/bin"]
+    binaries = dict.fromkeys([*own, *(f"{place}/bin" for place in toolchains)])
     return {
         "PATH": ":".join(binaries),
         "HOME": "/box/work",

@@ -33,6 +33,12 @@ move_pages:279:239 migrate_pages:256:238
 """
 _GUARDED = "clone:56:220 socket:41:198 ioctl:16:29 prctl:157:167 clone3:435:435 setsid:112:157 setpgid:109:154"
 
+# what changes another process of the same user, and which argument says whose: only 0, oneself, is allowed
+_OF_ANOTHER = {
+    0: "prlimit64:302:261 sched_setaffinity:203:122 sched_setparam:142:118 sched_setscheduler:144:119 sched_setattr:314:274",
+    1: "setpriority:141:140 ioprio_set:251:30",
+}
+
 _NEW_NAMESPACES = 0x7E020000  # CLONE_NEW* but time, which clone cannot ask for
 _TIOCSTI, _TIOCLINUX = 0x5412, 0x541C  # typing into a terminal
 _PR_SET_PDEATHSIG, _PR_SET_MM = 1, 35  # outliving the server; rewriting one's own memory map
@@ -80,7 +86,7 @@ def _search(table: list[tuple[int, str]]) -> list[_Line | str]:
     return [(_AT_LEAST, table[middle][0], right, ""), *_search(table[:middle]), right, *_search(table[middle:])]
 
 
-def build_filter(machine: str, *, sockets: bool, own_groups: bool) -> bytes:
+def build_filter(machine: str, *, sockets: bool, own_groups: bool, clone: int = 0) -> bytes:
     """Returns the filter as an array of struct sock_filter.
 
     Args:
@@ -88,13 +94,16 @@ def build_filter(machine: str, *, sockets: bool, own_groups: bool) -> bytes:
       sockets: whether Unix sockets may be made (safe only where a network namespace hides abstract names and the
         file tree hides the others). No other family ever is; socketpair always works.
       own_groups: whether a program may leave its process group. Without a pid namespace the group is what is killed,
-        so setsid and setpgid then answer 0 and do nothing.
+        so setsid and setpgid then answer 0 and do nothing; and limits and priorities of other processes are not its.
+      clone: the one set of flags with new namespaces, signal included, that clone may have; 0 is none.
     """
     guarded = numbers(_GUARDED, machine)
     labels = dict.fromkeys(numbers(_FORBIDDEN, machine).values(), "forbid")
     labels |= {guarded[name]: name for name in ("clone", "socket", "ioctl", "prctl")} | {guarded["clone3"]: "absent"}
     if not own_groups:
         labels |= {guarded["setsid"]: "pretend", guarded["setpgid"]: "pretend"}
+        for argument, table in _OF_ANOTHER.items():
+            labels |= dict.fromkeys(numbers(table, machine).values(), f"self in {argument}")
     lines: list[_Line | str] = [
         (_LOAD, _ARCH, "", ""),
         (_EQUAL, AUDIT_ARCH[machine], "", "kill"),
@@ -103,10 +112,11 @@ def build_filter(machine: str, *, sockets: bool, own_groups: bool) -> bytes:
         *_search(sorted(labels.items())),
     ]
     for name, argument, tests in (
-        ("clone", 0, [(_ANY_BIT, _NEW_NAMESPACES, "forbid", "allow")]),
+        ("clone", 0, [*([(_EQUAL, clone, "allow", "")] if clone else []), (_ANY_BIT, _NEW_NAMESPACES, "forbid", "allow")]),
         ("socket", 0, [(_EQUAL, _AF_UNIX, "allow" if sockets else "deny", "deny")]),
         ("ioctl", 1, [(_EQUAL, _TIOCSTI, "forbid", ""), (_EQUAL, _TIOCLINUX, "forbid", "allow")]),
         ("prctl", 0, [(_EQUAL, _PR_SET_PDEATHSIG, "forbid", ""), (_EQUAL, _PR_SET_MM, "forbid", "allow")]),
+        *((f"self in {argument}", argument, [(_EQUAL, 0, "allow", "forbid")]) for argument in _OF_ANOTHER),
     ):
         lines += [name, (_LOAD, _ARGUMENT + 8 * argument, "", ""), *tests]
     for label, verdict in (

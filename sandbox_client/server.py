@@ -1,6 +1,6 @@
-"""The command `sandbox-server`: finds the best level that stops its own attacks, drops root, serves.
+"""The command `sandbox-server`: who may connect, how it listens, how it drops root, serves and ends.
 
-It is also the only module that decides: which level is enough, whether code runs at all, who may connect.
+Which level is enough and whether code runs at all is decided in decision.py.
 """
 
 import argparse
@@ -8,10 +8,8 @@ import asyncio
 import contextlib
 import gc
 import importlib
-import ipaddress
 import json
 import os
-import platform
 import secrets
 import signal
 import socket
@@ -28,45 +26,50 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from . import wire
-from .app import App, Policy
+from .app import App
+from .decision import StartError, choose, is_loopback, self_test, user_id
 from .groups import Limits
-from .pool import Pool
-from .probe import LADDER, MISSING, FatalError, Rung, climb, run_attacks
-from .seccomp import AUDIT_ARCH
-from .sessions import Gate, Sessions
+from .pools import Pools
+from .sessions import Gate
+from .table import Sessions
 
 if sys.platform == "linux":
     from . import jail
 
 _SWEEP_S = 1.0
-_FUNCTIONS_ONLY = ("any isolation: so programs are refused, and fixed functions run in the server",)
 _TOKEN_BYTES = 32
-
-
-class StartError(Exception):
-    """One sentence: what was wanted, what was found, what to do."""
-
-
-def _user() -> int:
-    return os.geteuid() if hasattr(os, "geteuid") else -1  # Windows has no such number, and no root
+_KEPT_VARIABLES = {
+    *("PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TMPDIR"),
+    *("PYTHONPATH", "PYTHONSAFEPATH", "VIRTUAL_ENV", "CARGO_HOME", "RUSTUP_HOME"),
+}
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="sandbox-server", description=__doc__)
     cores = os.cpu_count() or 1
     add = parser.add_argument
-    add("--host", default="127.0.0.1", help="address to bind; loopback unless --behind-proxy")
+    add("--host", default="127.0.0.1", help="address to bind; other than loopback only with TLS or --behind-proxy")
+    add("--tls-cert", default=None, help="certificate chain, PEM: serve https")
+    add("--tls-key", default=None, help="its private key")
     add("--port", type=int, default=8080, help="0 takes a free one and prints it")
     add("--token-file", default=None, help="holds the bearer token; made, mode 0600, when it is missing")
     add("--functions", default="", help="comma-separated modules that export session_functions(options)")
+    add(
+        "--imports",
+        action="append",
+        default=[],
+        help="modules, comma-separated, imported before a program that uses them starts",
+    )
     add("--code", choices=("require", "auto", "off"), default="require", help="auto: without a jail, functions only")
     add("--min-isolation", choices=("L1", "L2", "L3"), default="L2", help="the least level at which code may run")
     add("--i-understand-unsandboxed", action="store_true", help="run code with no isolation at all, as this user")
     add("--behind-proxy", action="store_true", help="allow another address than loopback: a proxy brings TLS")
-    add("--uid", type=int, default=64001, help="what root becomes; programs get the next one")
-    add("--max-sessions", type=int, default=256)
-    add("--concurrency", type=int, default=max(16, 4 * cores), help="programs that run at once; calls are not counted")
+    add("--uid", type=int, default=64001, help="what root becomes; programs get the next one, graders the one after")
+    add("--max-sessions", type=int, default=1024)
+    add("--concurrency", type=int, default=2 * cores, help="programs that run at once; calls are not counted")
+    add("--queue", type=int, default=32 * cores, help="programs that wait behind them; more are refused")
     add("--warm", type=int, default=max(8, 2 * cores), help="locked children that wait for a session")
+    add("--graders", type=int, default=1, help="locked graders that wait; 0 is no grading")
     limits = Limits()
     add("--memory-mb", type=int, default=limits.memory_bytes >> 20, help="of a process; at L3 of a whole session")
     add("--disk-mb", type=int, default=limits.disk_bytes >> 20, help="of a session's files, which are held in memory")
@@ -76,12 +79,6 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--parent", type=int, default=0, help=argparse.SUPPRESS)  # an embedding process: end with it
     add("--self-test", action="store_true", help="attack this machine at its best level, print a table, exit")
     return parser.parse_args(argv)
-
-
-def _is_loopback(host: str) -> bool:
-    with contextlib.suppress(ValueError):
-        return ipaddress.ip_address(host).is_loopback
-    return host == "localhost"
 
 
 def _bind(host: str, port: int) -> socket.socket:
@@ -108,7 +105,7 @@ def _read_token(path: Path) -> str:
     except FileExistsError:
         found = path.stat()
         token = path.read_text().strip()
-        open_to_others = os.name == "posix" and (found.st_uid != _user() or stat.S_IMODE(found.st_mode) & 0o077)
+        open_to_others = os.name == "posix" and (found.st_uid != user_id() or stat.S_IMODE(found.st_mode) & 0o077)
         if open_to_others or len(token) < _TOKEN_BYTES:
             raise StartError(
                 f"wanted {path} to be this user's own, mode 0600, with at least {_TOKEN_BYTES} characters: remove it"
@@ -131,60 +128,6 @@ def _drop_root(uid: int) -> None:
     except OSError as error:
         raise StartError(f"root cannot become uid {uid} ({error.strerror}): start as an ordinary user") from None
     os.chdir("/")
-
-
-def _levels(options: argparse.Namespace) -> list[str]:
-    wanted = [level for level in LADDER if level >= options.min_isolation]
-    if options.i_understand_unsandboxed:
-        if not _is_loopback(options.host) or _user() == 0:
-            raise StartError("--i-understand-unsandboxed is for an ordinary user on a loopback address only")
-        wanted.append("L0")
-    return wanted
-
-
-def _limits(options: argparse.Namespace) -> Limits:
-    sizes = {"memory_bytes": options.memory_mb << 20, "disk_bytes": options.disk_mb << 20}
-    return Limits()._replace(**sizes, processes=options.processes)
-
-
-def _unsupported() -> Rung | None:
-    """Returns why no level can be had on this kind of machine, before anything is tried."""
-    elsewhere = "run the server in a Linux container, or give the address of one that runs elsewhere"
-    if sys.platform != "linux":
-        return Rung("L1", f"local isolation needs Linux, this is {platform.system()}", elsewhere)
-    if platform.machine() not in AUDIT_ARCH:
-        return Rung("L1", f"no system-call table for {platform.machine()}, only for {', '.join(AUDIT_ARCH)}", elsewhere)
-    return None
-
-
-async def _choose(options: argparse.Namespace, functions: tuple[str, ...]) -> tuple[Pool | None, Policy]:
-    """Returns the pool of the best level and what is thereby allowed. Raises StartError where that is not enough."""
-    if options.code == "off":
-        why = "this server was started with --code=off"
-        return None, Policy("L0", _FUNCTIONS_ONLY, False, why, "start it with --code=require", functions)
-    root = _user() == 0
-    uid = options.uid + 1 if root else None  # programs can neither signal nor trace the server's own uid
-    unsupported = _unsupported()
-    levels = [] if unsupported else _levels(options)
-
-    def make(level: str, limits: Limits, warm: int) -> Pool:
-        return Pool(level, functions, uid, limits, warm)
-
-    try:
-        pool, _, rungs = await climb(make, levels, _limits(options), options.warm)
-    except FatalError as error:
-        raise StartError(str(error)) from None
-    if pool:
-        return pool, Policy(pool.level, MISSING[pool.level], True, None, None, functions)
-    rungs = [unsupported] if unsupported else rungs
-    reason = f"wanted isolation {options.min_isolation} or better; " + "; ".join(f"{r.level}: {r.reason}" for r in rungs)
-    remedies = [rungs[-1].remedy] if rungs[-1].remedy else []
-    if sys.platform == "linux" and not unsupported and options.min_isolation > "L1" and jail.landlock_abi() >= 6:
-        remedies.append("accept less with --min-isolation=L1")
-    remedy = "; or ".join(remedies) or "run the server on another machine"
-    if options.code == "require":
-        raise StartError(f"{reason}: {remedy}; or serve fixed functions only with --code=auto")
-    return None, Policy("L0", _FUNCTIONS_ONLY, False, reason, remedy, functions)
 
 
 class _Joining:
@@ -248,29 +191,45 @@ def _settle(future: "asyncio.Future[None]") -> None:
         future.set_result(None)
 
 
+def _want_privacy(options: argparse.Namespace) -> None:
+    """Raises StartError where the token would cross a network that others can read."""
+    if bool(options.tls_cert) != bool(options.tls_key):
+        raise StartError("wanted both --tls-cert and --tls-key, got one: give the other too")
+    private = options.tls_cert or options.behind_proxy
+    if not is_loopback(options.host) and not (private and options.token_file):
+        raise StartError(
+            f"{options.host} is not loopback: give --token-file and either --tls-cert with --tls-key or, "
+            "with TLS in the proxy, --behind-proxy"
+        )
+
+
+def _hosts(options: argparse.Namespace, port: int) -> frozenset[bytes] | None:
+    """Returns the Host headers served; None, where the names are a proxy's or the certificate's, is any."""
+    if options.behind_proxy or (options.tls_cert and not is_loopback(options.host)):
+        return None
+    return frozenset(f"{name}:{port}".encode() for name in ("localhost", "127.0.0.1", "[::1]", options.host))
+
+
 async def _serve(options: argparse.Namespace) -> int:
-    if not _is_loopback(options.host) and not (options.behind_proxy and options.token_file):
-        raise StartError(f"{options.host} is not loopback: give --behind-proxy and --token-file, with TLS in the proxy")
+    _want_privacy(options)
     functions = tuple(filter(None, options.functions.split(",")))
     with contextlib.closing(_bind(options.host, options.port)) as listener:
         port = listener.getsockname()[1]
         token_file = Path(options.token_file or Path(tempfile.gettempdir(), f"sandbox-server-{port}.token"))
         token = _read_token(token_file)
-        pool, policy = await _choose(options, functions)
+        pools, policy = await choose(options, functions)
         try:
-            if not pool:
+            if not pools:
                 for name in functions:
                     _import(name)
-            table = Sessions(pool, functions, options.max_sessions, options.session_idle_s, options.session_life_s)
-            gate = Gate(options.concurrency, 16 * options.concurrency)
-            names = ("localhost", "127.0.0.1", "[::1]", options.host)
-            hosts = None if options.behind_proxy else frozenset(f"{name}:{port}".encode() for name in names)
-            server = _uvicorn(App(token, hosts, policy, pool, table, gate))
+            table = Sessions(pools, functions, options.max_sessions, options.session_idle_s, options.session_life_s)
+            gate = Gate(options.concurrency, options.queue)
+            server = _uvicorn(App(token, _hosts(options, port), policy, pools, table, gate), options)
             host = f"[{options.host}]" if ":" in options.host else options.host
             server.ready_line = json.dumps(
                 {
                     "ready": True,
-                    "url": f"http://{host}:{port}",
+                    "url": f"{'https' if options.tls_cert else 'http'}://{host}:{port}",
                     "level": policy.level,
                     "missing": policy.missing,
                     "code": policy.code,
@@ -280,10 +239,10 @@ async def _serve(options: argparse.Namespace) -> int:
                     "pid": os.getpid(),
                 }
             )
-            return await _run(server, listener, pool, table, options)
+            return await _run(server, listener, pools, table, options)
         finally:
-            if pool:
-                await pool.close()
+            if pools:
+                await pools.close()
 
 
 def _import(name: str) -> None:
@@ -295,8 +254,11 @@ def _import(name: str) -> None:
         raise StartError(f"wanted functions module {name}: it has no function session_functions(options)")
 
 
-def _uvicorn(app: App) -> _Server:
+def _uvicorn(app: App, options: argparse.Namespace) -> _Server:
     """Returns the server with everything imported: after root is dropped the interpreter may be out of reach."""
+    for path in filter(None, (options.tls_cert, options.tls_key)):
+        if not os.access(path, os.R_OK):
+            raise StartError(f"cannot read {path}: give a certificate and its key, both PEM")
     config = uvicorn.Config(
         app,
         http=_Protocol,
@@ -309,23 +271,25 @@ def _uvicorn(app: App) -> _Server:
         date_header=False,
         timeout_keep_alive=wire.SERVER_KEEP_ALIVE_S,
         timeout_graceful_shutdown=1,
+        ssl_certfile=options.tls_cert,
+        ssl_keyfile=options.tls_key,
     )
     config.load()
     return _Server(config)
 
 
 async def _run(
-    server: _Server, listener: socket.socket, pool: Pool | None, table: Sessions, options: argparse.Namespace
+    server: _Server, listener: socket.socket, pools: Pools | None, table: Sessions, options: argparse.Namespace
 ) -> int:
-    if _user() == 0:
+    if user_id() == 0:
         _drop_root(options.uid)
     if sys.platform == "linux":
         jail.no_new_privileges()
     stop = asyncio.get_running_loop().create_future()
     if options.parent:
         _end_with_parent(options.parent, stop)
-    if pool:
-        pool.on_death = lambda: _settle(stop)
+    if pools:
+        pools.on_death(lambda: _settle(stop))
 
     async def sweep() -> None:
         while not stop.done():
@@ -342,33 +306,21 @@ async def _run(
         await server.serve([listener])
     finally:
         sweeping.cancel()
-    if pool and pool.dead:
+    if pools and pools.dead:
         print("sandbox-server: the process that forks the programs has died; start the server again", file=sys.stderr)
         return 3
     return 0
 
 
-async def _self_test(options: argparse.Namespace) -> int:
-    """Prints what each attack reached at this machine's best level, and why better levels cannot be had."""
-    unsupported = _unsupported()
-    uid = options.uid + 1 if _user() == 0 else None
+def _scrub(options: argparse.Namespace) -> None:
+    """Starts this command once more without the environment's secrets, which a process that runs programs has no need of.
 
-    def make(level: str, limits: Limits, warm: int) -> Pool:
-        return Pool(level, (), uid, limits, warm)
-
-    pool, _, rungs = (None, [], [unsupported]) if unsupported else await climb(make, LADDER, _limits(options), 4)
-    for rung in rungs:
-        print(f"{rung.level}: not here: {rung.reason}" + (f" [{rung.remedy}]" if rung.remedy else ""))
-    if pool is None:
-        print("no level: programs are refused; fixed functions can be served with --code=auto")
-        return 1
-    results = await run_attacks(pool, make, starting=False)
-    await pool.close()
-    width = max(len(attack.name) for attack, _ in results)
-    print(f"{pool.level}: {len(results)} attacks; lacks {'; '.join(MISSING[pool.level])}")
-    for attack, reached in results:
-        print(f"  {attack.name:<{width}}  {'GOT THROUGH: ' + reached if reached else 'stopped'}  ({attack.promise})")
-    return int(any(reached for _, reached in results) or pool.level < options.min_isolation)
+    What was in memory at the start stays readable there, so clearing os.environ is not enough. With --code=off fixed
+    functions run here and nothing else does: they keep what they were given.
+    """
+    if sys.platform == "linux" and options.code != "off" and os.environ.keys() - _KEPT_VARIABLES:
+        kept = {name: value for name, value in os.environ.items() if name in _KEPT_VARIABLES}
+        os.execve(sys.executable, sys.orig_argv, kept)
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
@@ -378,12 +330,14 @@ def _leave(number: int, frame: FrameType | None) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command. Returns its exit code: 2 could not start, 3 lost its children."""
     options = _arguments(argv)
+    if argv is None:
+        _scrub(options)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _leave)
     if sys.platform == "linux":
         jail.raise_file_limit()
     try:
-        code = asyncio.run(_self_test(options) if options.self_test else _serve(options))
+        code = asyncio.run(self_test(options) if options.self_test else _serve(options))
     except StartError as error:
         print(f"sandbox-server: {error}", file=sys.stderr)
         return 2

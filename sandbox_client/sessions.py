@@ -9,23 +9,31 @@ import os
 import secrets
 import sys
 from abc import ABC, abstractmethod
-from collections import OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 from . import frames, wire
-from .pool import Child, ChildDied, Pool
+from .line import Child, ChildDied
+from .pools import Pools
 
 _KEPT_REPLIES, _KEPT_BYTES = 8, 1 << 20
-_KEPT_RUNS, _KEPT_RUN_BYTES = 256, 16 << 20
-_KEPT_LOSSES = 4096
-_LOST_KEPT_S = 30.0  # a lost session still answers a repeated request for so long
 _OUTCOMES = frozenset(wire.Outcome)
 _START_S = 10.0  # for what is no program: building functions, moving a file
 
 Reply = dict[str, Any]
+
+
+class Spec(NamedTuple):
+    """What a session was opened with: another with the same key must be the same."""
+
+    functions: str | None = None
+    options: str = "{}"  # as JSON
+    imports: str | None = None
+    branching: bool = False
+
+
 Operation = Callable[[], Awaitable[Reply]]
 
 
@@ -35,16 +43,22 @@ class Refused(Exception):
     def __init__(self, status: int, code: str, message: str, remedy: str | None = None, **extra: Any) -> None:
         super().__init__(message)
         self.status = status
+        self.by_program = extra.get("caused_by_program", False)
         self.body = {"error": {"code": code, "message": message, "remedy": remedy, **extra}}
 
 
-def _lost(message: str, by_program: bool) -> Refused:
+def lost(message: str, by_program: bool) -> Refused:
     return Refused(410, "session_lost", message, "open another session", caused_by_program=by_program)
 
 
 def busy(message: str) -> Refused:
     """Returns the refusal for load; the client tries again after a second."""
     return Refused(429, "overloaded", message, retry_after_s=1)
+
+
+def no_child(death: ChildDied) -> Refused:
+    """Returns the refusal when no process could be had."""
+    return Refused(503, "no_child", f"no child could be started ({death.cause})", retry_after_s=1)
 
 
 class Gate:
@@ -68,6 +82,8 @@ class Gate:
                 raise busy("no turn came before the request's deadline") from None
             finally:
                 self._room += 1
+        elif asyncio.get_running_loop().time() > deadline:
+            raise busy("the request's deadline had passed")
         else:
             await self._slots.acquire()
         try:
@@ -98,8 +114,8 @@ def _epitaph(death: ChildDied, timeout_s: float, memory_bytes: int, once: bool =
     elif death.cause == "protocol":
         error = "the program spoiled its line to the server and was killed"
     else:
-        code = os.waitstatus_to_exitcode(death.status) if death.status is not None else -9
-        how = f"signal {-code}" if code < 0 else f"exit code {code}"
+        code = None if death.status is None else os.waitstatus_to_exitcode(death.status)
+        how = "a branch's exit code is not known" if code is None else f"signal {-code}" if code < 0 else f"exit code {code}"
         outcome = "ok" if once and code == 0 else outcome
         error = how if once else f"the program ended the process that ran it ({how})"
     ok = outcome == "ok"
@@ -115,6 +131,8 @@ async def execute(child: Child, head: dict[str, Any], limit: int, memory_bytes: 
     try:
         answer, _ = await child.ask(frames.EXEC, json.dumps(head).encode(), head["timeout_s"], stdin)
         reply = _checked(answer, ran=True)
+        if head.get("grade"):
+            reply["reward"] = answer.get("reward")
     except ChildDied as death:
         if death.cause in ("closed", "expired"):
             raise
@@ -130,8 +148,9 @@ async def execute(child: Child, head: dict[str, Any], limit: int, memory_bytes: 
 class Session(ABC):
     """One trajectory's place: its operations one after another, each sequence number at most once."""
 
-    def __init__(self, identity: str, key: str, spec: tuple[str | None, str]) -> None:
+    def __init__(self, identity: str, key: str, spec: Spec) -> None:
         self.identity, self.key, self.spec = identity, key, spec
+        self.token = secrets.token_urlsafe(24)  # opens this session only
         self.loop = asyncio.get_running_loop()
         self.born = self.used = self.loop.time()
         self.lost: Refused | None = None
@@ -189,6 +208,11 @@ class Session(ABC):
     async def open(self) -> None:
         """Builds the session's functions. Raises Refused."""
 
+    async def reset(self, pools: Pools | None) -> Reply:
+        """Gives the session a fresh start: functions built anew, nothing else kept. Raises Refused."""
+        await self.open()
+        return {"session_lost": False}
+
     @abstractmethod
     async def call(self, head: Reply, body: bytes) -> Reply:
         """Calls a fixed function; `body` is `head` as it came."""
@@ -201,7 +225,7 @@ class Session(ABC):
 class JailedSession(Session):
     """Functions, code and files all in one locked child."""
 
-    def __init__(self, identity: str, key: str, spec: tuple[str | None, str], child: Child, memory_bytes: int) -> None:
+    def __init__(self, identity: str, key: str, spec: Spec, child: Child, memory_bytes: int) -> None:
         super().__init__(identity, key, spec)
         self._child = child
         self._memory_bytes = memory_bytes
@@ -217,18 +241,28 @@ class JailedSession(Session):
         except ChildDied as error:
             death = error
         if death.cause in ("closed", "expired"):
-            raise self.lost or _lost("the session was closed", by_program=False)
+            raise self.lost or lost("the session was closed", by_program=False)
         epitaph = _epitaph(death, timeout_s, self._memory_bytes)
-        self.end(_lost(epitaph["error"], by_program=True))
+        self.end(lost(epitaph["error"], by_program=True))
         return epitaph, b""
 
     async def open(self) -> None:
-        module, options = self.spec
+        module, options = self.spec.functions, self.spec.options
         if module is not None:
             head = f'{{"functions":{json.dumps(module)},"options":{options},"timeout_s":{_START_S}}}'
             reply, _ = await self._ask(frames.OPEN, head.encode(), _START_S)
             if reply["outcome"] != "ok":
                 raise Refused(422, "functions_failed", f"{module}.session_functions: {reply['error']}")
+
+    async def reset(self, pools: Pools | None) -> Reply:
+        assert pools is not None  # a jailed session has come from one
+        try:
+            child = await pools.take(self.spec.imports, branching=self.spec.branching)
+        except ChildDied as death:
+            raise no_child(death) from None
+        self._child, old = child, self._child
+        old.retire()
+        return await super().reset(pools)
 
     async def call(self, head: Reply, body: bytes) -> Reply:
         start = self.loop.time()
@@ -241,9 +275,9 @@ class JailedSession(Session):
         try:
             reply = await execute(self._child, head, limit, self._memory_bytes)
         except ChildDied:
-            raise self.lost or _lost("the session was closed", by_program=False) from None
+            raise self.lost or lost("the session was closed", by_program=False) from None
         if reply["session_lost"]:
-            self.end(_lost(reply["error"], by_program=True))
+            self.end(lost(reply["error"], by_program=True))
         return reply
 
     async def move_file(self, path: str, content: bytes | None, limit: int = wire.FILE_MAX_BYTES) -> bytes:
@@ -256,9 +290,33 @@ class JailedSession(Session):
             raise Refused(404 if missing else 422, "no_such_file" if missing else "file_refused", reply["error"])
         return data
 
+    async def unpack(self, path: str, content: bytes) -> Reply:
+        """Unpacks an archive into the directory `path`. Raises Refused."""
+        head = json.dumps({"path": path, "timeout_s": _START_S}).encode()
+        reply, _ = await self._ask(frames.UNPACK, head, _START_S, content)
+        if reply["outcome"] != "ok":
+            raise Refused(422, "archive_refused", reply["error"])
+        return {"files": reply["value"]}
+
+    async def branch(self, pools: Pools, key: str) -> "JailedSession":
+        """Returns a session that goes on from where this one is. Raises Refused."""
+        if not self.spec.branching:
+            raise Refused(422, "not_branching", "this session was not opened to be branched", "open it with branching: true")
+        try:
+            child = await pools.pool_for(self.spec.imports).copy(self._child)
+        except ChildDied as death:
+            if death.cause == "closed":
+                raise self.lost or lost("the session was closed", by_program=False) from None
+            raise Refused(422, "not_copied", f"the session's process could not be copied ({death.cause})") from None
+        return JailedSession(secrets.token_urlsafe(12), key, self.spec, child, self._memory_bytes)
+
+    @property
+    def branches(self) -> int:
+        return self._child.copies
+
     def end(self, loss: Refused) -> None:
         super().end(loss)
-        self._child.kill("closed")
+        self._child.kill("closed") if loss.by_program else self._child.retire()
 
     @property
     def dead(self) -> bool:
@@ -275,7 +333,7 @@ class LocalSession(Session):
         await asyncio.wait([future], timeout=timeout_s)
         if not future.done():  # a thread cannot be stopped: it keeps its place, the session does not
             error = f"did not return within {timeout_s:g} s"
-            self.end(_lost(error, by_program=True))
+            self.end(lost(error, by_program=True))
             return {"outcome": "program_timeout", "value": None, "error": error, "session_lost": True}
         problem = future.exception()
         if problem is None:
@@ -285,7 +343,7 @@ class LocalSession(Session):
         return {"outcome": outcome, "value": None, "error": text, "session_lost": False}
 
     async def open(self) -> None:
-        module, options = self.spec
+        module, options = self.spec.functions, self.spec.options
         self._functions: dict[str, Callable[..., Any]] = {}
         if module is not None:
             reply = await self._run(_START_S, lambda: sys.modules[module].session_functions(json.loads(options)))
@@ -307,119 +365,3 @@ class LocalSession(Session):
                 reply |= {"outcome": "program_error", "value": None, "error": f"{type(problem).__name__}: {problem}"}
         reply["elapsed_s"] = round(self.loop.time() - start, 6)
         return reply
-
-
-class Sessions:
-    """The table of sessions, and the memory of those that are gone."""
-
-    def __init__(self, pool: Pool | None, functions: Sequence[str], cap: int, idle_s: float, life_s: float) -> None:
-        self._pool = pool
-        self._functions = frozenset(functions)
-        self._cap, self._idle_s, self._life_s = cap, idle_s, life_s
-        self._live: dict[str, Session] = {}
-        self._keys: dict[str, asyncio.Future[Session]] = {}
-        self._losses: OrderedDict[str, Refused] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._live)
-
-    async def open(self, key: str, functions: str | None, options: dict[str, Any]) -> Session:
-        """Returns the session of `key`, made now or earlier. Raises Refused."""
-        if functions is not None and functions not in self._functions:
-            known = ", ".join(sorted(self._functions)) or "none"
-            raise Refused(422, "unknown_functions", f"no functions module {functions!r}; the operator registered: {known}")
-        spec = functions, json.dumps(options, sort_keys=True)
-        made = self._keys.get(key)
-        if made and made.done() and made.result().lost:
-            self.close(made.result().identity)
-            made = None
-        if made is None:
-            if len(self._keys) >= self._cap:
-                self.sweep(patience_s=0.0)
-            if len(self._keys) >= self._cap:
-                raise busy(f"{self._cap} sessions are open")
-            session = await self._make(key, spec)
-        else:
-            session = await asyncio.shield(made)
-        if session.spec != spec:
-            raise Refused(409, "key_conflict", f"session {key!r} was opened with other functions or options")
-        return session
-
-    async def _make(self, key: str, spec: tuple[str | None, str]) -> Session:
-        made = self._keys[key] = asyncio.get_running_loop().create_future()
-        session: Session | None = None
-        try:
-            identity = secrets.token_urlsafe(12)
-            if self._pool:
-                child = await self._pool.take()
-                session = JailedSession(identity, key, spec, child, self._pool.memory_bytes)
-            else:
-                session = LocalSession(identity, key, spec)
-            await session.open()
-            self._live[identity] = session
-            made.set_result(session)
-            return session
-        except ChildDied as death:
-            raise Refused(503, "no_child", f"no child could be started ({death.cause})", retry_after_s=1) from None
-        finally:
-            if not made.done():  # whoever waits for the same key tries again
-                made.set_exception(busy("the session could not be opened by an earlier request"))
-                made.exception()
-                del self._keys[key]
-                if session:
-                    session.end(_lost("it was never opened", by_program=False))
-
-    def find(self, identity: str) -> Session:
-        """Returns the live session. Raises Refused, with the reason where it is remembered."""
-        session = self._live.get(identity)
-        if session is None:
-            raise self._losses.get(identity) or _lost("no such session: it expired long ago or never was", False)
-        return session
-
-    def close(self, identity: str, loss: Refused | None = None) -> None:
-        """Ends a session and forgets its key. Unknown ones are closed already."""
-        session = self._live.pop(identity, None)
-        if session:
-            del self._keys[session.key]
-            session.end(loss or _lost("the session was closed", by_program=False))
-            self._losses[identity] = session.lost or _lost("the session was closed", by_program=False)
-            while len(self._losses) > _KEPT_LOSSES:
-                self._losses.popitem(last=False)
-
-    def sweep(self, patience_s: float = _LOST_KEPT_S) -> None:
-        """Drops sessions past their time, and after `patience_s` those whose program has ended them."""
-        now = asyncio.get_running_loop().time()
-        for session in list(self._live.values()):
-            if session.lost:
-                if session.idle and now - session.used >= patience_s:
-                    self.close(session.identity)
-            elif isinstance(session, JailedSession) and session.dead and session.idle:
-                self.close(session.identity, _lost("the program ended it between two operations", by_program=True))
-            elif now - session.born > self._life_s:
-                self.close(session.identity, _lost(f"it was open for {self._life_s:g} s, the longest allowed", False))
-            elif session.idle and now - session.used > self._idle_s:
-                self.close(session.identity, _lost(f"it was idle for {self._idle_s:g} s", by_program=False))
-
-
-class Runs:
-    """Replies of stateless runs by the key that the client gave, so that a repeated request is not run again."""
-
-    def __init__(self) -> None:
-        self._replies: OrderedDict[str, asyncio.Future[bytes]] = OrderedDict()
-
-    async def once(self, key: str | None, run: Callable[[], Awaitable[bytes]]) -> bytes:
-        """Returns the reply of `run`, or of an earlier run under the same key. Raises Refused."""
-        if key is None:
-            return await run()
-        known = self._replies.get(key)
-        if known is None:
-            known = self._replies[key] = asyncio.ensure_future(run())
-            known.add_done_callback(lambda done: self._done(key, done))
-        return await asyncio.shield(known)
-
-    def _done(self, key: str, done: "asyncio.Future[bytes]") -> None:
-        if done.cancelled() or done.exception():
-            self._replies.pop(key, None)  # it was refused, not run
-        kept = [reply for reply in self._replies.items() if reply[1].done()]
-        while len(kept) > _KEPT_RUNS or sum(len(reply.result()) for _, reply in kept) > _KEPT_RUN_BYTES:
-            self._replies.pop(kept.pop(0)[0])

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from . import child
-from .frames import EXIT, EXITED, FAILED, FORK, KILL, REQUEST
+from .frames import ADOPT, ADOPTED, EXIT, EXITED, FAILED, FORK, FORK_STEM, KILL, REQUEST
 from .groups import Limits, LockError, Unlocked
 
 if sys.platform == "linux":
@@ -33,8 +33,8 @@ _IGNORED = (_signal.SIGINT, _signal.SIGTERM, _signal.SIGHUP)
 class Lock(Protocol):
     """How children are locked: jail.Namespaced, jail.Landlocked, or not at all: groups.Unlocked."""
 
-    def fork(self, slot: int) -> int: ...
-    def enter(self, slot: int) -> None: ...
+    def fork(self, slot: int, stem: bool = False) -> int: ...
+    def enter(self, slot: int, stem: bool = False) -> None: ...
     def close_from(self, first: int) -> None: ...
     def kill(self, pid: int) -> None: ...
     def release(self, slot: int, pid: int) -> None: ...
@@ -53,6 +53,9 @@ class Zygote:
         self._pids: dict[int, int] = {}  # child id -> pid
         self._children: dict[int, tuple[int, int]] = {}  # pid -> child id, slot
         self._ordered: set[int] = set()  # those whose death the server wanted
+        self._copies: dict[int, tuple[int, int, int]] = {}  # pidfd -> child id, pid, slot; a copy is no child of ours
+        self._copy_of: dict[int, int] = {}  # child id -> pidfd
+        self._adopting: dict[int, int] = {}  # the pid of who does it -> child id of the copy
         self._wake, wake = os.pipe()
         os.set_blocking(self._wake, False)
         os.set_blocking(wake, False)
@@ -61,7 +64,7 @@ class Zygote:
 
     def serve(self) -> None:
         """Runs until the server is gone; then kills and reaps every child."""
-        poll = select.poll()
+        poll = self._poll = select.poll()
         poll.register(self._control, select.POLLIN)
         poll.register(self._wake, select.POLLIN)
         while True:
@@ -70,6 +73,8 @@ class Zygote:
                     with contextlib.suppress(BlockingIOError):
                         os.read(self._wake, 4096)
                     self._reap(os.WNOHANG)
+                elif ready in self._copies:
+                    self._bury_copy(ready)
                 elif not self._answer():
                     for pid in self._children:
                         self._lock.kill(pid)
@@ -84,27 +89,42 @@ class Zygote:
             return False
         if len(message) < REQUEST.size:
             return False
-        kind, child_id = REQUEST.unpack(message)
-        if kind == FORK:
-            self._fork(child_id, descriptors)
+        kind, child_id, stem_id, pid = REQUEST.unpack(message)
+        if kind in (FORK, FORK_STEM):
+            self._fork(child_id, descriptors, kind == FORK_STEM)
+        elif kind == ADOPT:
+            self._adopt(child_id, stem_id, pid)
+        elif child_id in self._copy_of:
+            if kind == KILL:
+                self._ordered.add(child_id)
+            with contextlib.suppress(ProcessLookupError):
+                _signal.pidfd_send_signal(self._copy_of[child_id], _signal.SIGKILL)
         elif child_id in self._pids:
             if kind == KILL:
                 self._ordered.add(child_id)
             self._lock.kill(self._pids[child_id])
         return True
 
-    def _fork(self, child_id: int, descriptors: list[int]) -> None:
+    def _slot(self) -> int:
         slot = self._free.pop() if self._free else self._slots
         self._slots = max(self._slots, slot + 1)
+        return slot
+
+    def _tell(self, kind: bytes, child_id: int, status: int = 0, oom: bool = False) -> None:
+        with contextlib.suppress(OSError):
+            self._control.sendall(EXIT.pack(kind, child_id, status, oom))
+
+    def _fork(self, child_id: int, descriptors: list[int], stem: bool) -> None:
+        slot = self._slot()
         try:
-            pid = self._lock.fork(slot)
+            pid = self._lock.fork(slot, stem)
         except OSError:  # no room for one more, now: the server is told that it is dead
             self._free.append(slot)
-            self._control.sendall(EXIT.pack(EXITED, child_id, _NEVER_WAS, False))
+            self._tell(EXITED, child_id, _NEVER_WAS)
         else:
             if pid == 0:
                 try:
-                    become_child(self._lock, slot, *descriptors)
+                    become_child(self._lock, slot, stem, *descriptors)
                 finally:
                     os._exit(1)
             self._pids[child_id] = pid
@@ -112,8 +132,48 @@ class Zygote:
         for descriptor in descriptors:
             os.close(descriptor)
 
+    def _adopt(self, child_id: int, stem_id: int, pid: int) -> None:
+        """Takes over the copy that a stem has made of itself, if that is what `pid` is."""
+        slot, pidfd = self._slot(), -1
+        try:
+            if not isinstance(self._lock, jail.Namespaced):
+                raise PermissionError("copies need namespaces")
+            pidfd = os.pidfd_open(pid)  # first: from here on the number cannot become another's
+            stem = self._pids.get(stem_id) or self._copies[self._copy_of[stem_id]][1]
+            worker = self._lock.adopt(slot, stem, pid)
+        except (OSError, KeyError):
+            self._free.append(slot)
+            if pidfd >= 0:
+                os.close(pidfd)
+            self._tell(EXITED, child_id, _NEVER_WAS)
+            return
+        self._copies[pidfd] = child_id, pid, slot
+        self._copy_of[child_id] = pidfd
+        self._adopting[worker] = child_id
+        self._poll.register(pidfd, select.POLLIN)
+
+    def _adopted(self, worker: int, status: int) -> None:
+        child_id = self._adopting.pop(worker)
+        if status == 0:
+            self._tell(ADOPTED, child_id)
+        elif child_id in self._copy_of:
+            with contextlib.suppress(ProcessLookupError):
+                _signal.pidfd_send_signal(self._copy_of[child_id], _signal.SIGKILL)
+
+    def _bury_copy(self, pidfd: int) -> None:
+        """Reports a copy dead. It is its stem's to reap, so how it ended is not known here."""
+        child_id, pid, slot = self._copies.pop(pidfd)
+        del self._copy_of[child_id]
+        self._poll.unregister(pidfd)
+        os.close(pidfd)
+        oom = child_id not in self._ordered and self._lock.ran_out(slot)
+        self._ordered.discard(child_id)
+        self._lock.release(slot, pid)
+        self._free.append(slot)
+        self._tell(EXITED, child_id, -1, oom)
+
     def _reap(self, flags: int) -> None:
-        while self._children:
+        while self._children or self._adopting:
             ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT | flags)
             if ended is None:
                 return
@@ -121,6 +181,8 @@ class Zygote:
             if pid in self._children:
                 self._lock.kill(pid)  # while its number is still its own: the group it leads may live on
             status = os.waitpid(pid, 0)[1]
+            if pid in self._adopting:
+                self._adopted(pid, status)
             if pid not in self._children:
                 continue  # an orphan that a landlocked child left to us
             child_id, slot = self._children.pop(pid)
@@ -129,18 +191,17 @@ class Zygote:
             self._ordered.discard(child_id)
             self._lock.release(slot, pid)
             self._free.append(slot)
-            with contextlib.suppress(OSError):
-                self._control.sendall(EXIT.pack(EXITED, child_id, status, oom))
+            self._tell(EXITED, child_id, status, oom)
 
 
-def become_child(lock: Lock, slot: int, line: int, out: int, err: int) -> None:
+def become_child(lock: Lock, slot: int, stem: bool, line: int, out: int, err: int) -> None:
     """Locks this fresh fork and serves its session; returns only when it cannot be locked."""
     _signal.set_wakeup_fd(-1)
     _signal.signal(_signal.SIGCHLD, _signal.SIG_DFL)
     for number in _IGNORED:
         _signal.signal(number, _signal.SIG_DFL)
     try:
-        lock.enter(slot)
+        lock.enter(slot, stem)
     except OSError as error:
         child.send(socket.socket(fileno=line), FAILED, json.dumps({"error": str(error)}).encode())
         return
@@ -150,10 +211,11 @@ def become_child(lock: Lock, slot: int, line: int, out: int, err: int) -> None:
     lock.close_from(4)
     gc.freeze()  # again: else the zygote's own garbage would be collected once by every child
     gc.enable()
-    child.main(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM, 0, 3))
+    able = lock if isinstance(lock, jail.Namespaced) else None
+    child.main(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM, 0, 3), able, stem)
 
 
-def _split_root(uid: int) -> Path:
+def _split(uid: int) -> Path:
     """Makes the cgroup, forks, and returns its path in the half that goes on; the other removes it and ends."""
     base = cgroups.create(uid)
     pid = os.fork()
@@ -178,12 +240,12 @@ def make_lock(config: dict[str, Any]) -> Lock:
         return jail.Landlocked(config["readable"], limits, uid, home)
     leaves = None
     if level == "L3":
-        if uid is None:
-            raise LockError("a memory cgroup must be made by root", "start as root: it drops to an ordinary user")
         try:
-            leaves = cgroups.Leaves(_split_root(uid), limits.memory_bytes)
+            leaves = cgroups.Leaves(_split(os.getuid() if uid is None else uid), limits.memory_bytes)
         except cgroups.CgroupError as error:
-            raise LockError(f"no memory cgroup ({error})", "delegate the memory controller to this service") from None
+            remedy = "start as root, which drops to an ordinary user; or " if uid is None else ""
+            remedy += "delegate the memory controller to this service, which systemd does with Delegate=memory"
+            raise LockError(f"no memory cgroup ({error})", remedy) from None
     return jail.Namespaced(config["readable"], limits, uid, leaves)
 
 
@@ -203,12 +265,16 @@ def main(descriptor: int) -> None:
     sys.path[:] = config["path"]
     os.environ.pop("LD_BIND_NOW", None)  # meant for this process, not for what programs start
     problem: dict[str, Any] = {}
+    wanted = "modules to import beforehand"
     try:
+        for name in config["imports"]:
+            importlib.import_module(name)
         for name in config["functions"]:
+            wanted = f"functions module {name}"
             if not callable(getattr(importlib.import_module(name), "session_functions", None)):
                 raise ImportError(f"{name} has no function session_functions(options)")
     except ImportError as error:
-        problem = {"fatal": f"wanted functions module {name}: {error}"}
+        problem = {"fatal": f"wanted {wanted}: {error}"}
     try:
         lock = None if problem else make_lock(config)
     except LockError as error:
@@ -220,7 +286,7 @@ def main(descriptor: int) -> None:
         return
     if config["level"] != "L0":
         jail.die_with_parent()
-        jail.set_shared_limits(Limits(**config["limits"]))
+        jail.set_shared_limits(Limits(**config["limits"]), bounded=config["level"] == "L3")
     sys.path.insert(0, "")  # what the program wrote beside itself
     sys.dont_write_bytecode = True
     for stream in (sys.stdout, sys.stderr):  # in a child they lead into its pipes

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import io
 import json
+import os
 import tempfile
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
@@ -11,9 +12,9 @@ from typing import Any, TypeVar
 
 import aiohttp
 import pytest
-from launching import IS_ROOT, Running, serving
+from launching import IS_ROOT, ORDINARY_UID, Running, serving
 
-from sandbox_client import SandboxClient
+from sandbox_client import SandboxClient, cgroups
 
 T = TypeVar("T")
 Start = Callable[..., Running]
@@ -33,6 +34,33 @@ def start() -> Iterator[Start]:
             return known[key]
 
         yield get
+
+
+@pytest.fixture(scope="session")
+def delegated() -> Iterator[str]:
+    """A memory cgroup that an ordinary user may divide, as the file that moves a process into it."""
+    if not IS_ROOT:
+        pytest.skip("only root can delegate")
+    try:
+        base = cgroups.create(ORDINARY_UID)
+    except cgroups.CgroupError as error:
+        pytest.skip(f"no memory cgroup to delegate: {error}")
+    place = base / "zygote" if (base / "zygote").is_dir() else base
+    for owned in (place, place / "cgroup.procs"):
+        os.chown(owned, ORDINARY_UID, ORDINARY_UID)
+    yield str(place / "cgroup.procs")
+    cgroups.remove(base)
+
+
+@pytest.fixture(params=["root", "ordinary", "delegated", "landlocked"])
+def attacked(request: pytest.FixtureRequest, start: Start) -> Running:
+    """A server at the best level that root gets, an ordinary user without and with a cgroup, and one without namespaces."""
+    flags, user = ("--functions=counting", "--code=auto"), request.param
+    if user == "landlocked":
+        return start(*flags, "--min-isolation=L1", user="ordinary", lock="no namespaces")
+    if user == "root" and not IS_ROOT:
+        pytest.skip("these tests do not run as root")
+    return start(*flags, user=request.getfixturevalue("delegated") if user == "delegated" else user)
 
 
 @pytest.fixture(params=["root", "ordinary"])

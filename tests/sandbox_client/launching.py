@@ -53,12 +53,17 @@ def environment() -> dict[str, str]:
 
 
 def command(*flags: str, user: str = "", lock: str = "") -> list[str]:
-    """Returns the command of a server. `user`: "ordinary" gives up root first; `lock`: a key of LOCKS."""
+    """Returns the command of a server.
+
+    `user`: "ordinary" gives up root first, and the path of a cgroup.procs does so in that group; `lock`: a key of LOCKS.
+    """
     words = [sys.executable, "-m", "sandbox_client.server", *flags]
     if lock:
         words = [sys.executable, __file__, ",".join(map(str, LOCKS[lock])), *words]
-    if user == "ordinary" and IS_ROOT:
+    if user not in ("", "root") and IS_ROOT:
         words = [*_as_ordinary_user(), *words]
+    if user.startswith("/"):
+        words = ["sh", "-c", 'echo $$ > "$0" && exec "$@"', user, *words]
     return words
 
 

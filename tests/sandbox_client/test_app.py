@@ -77,3 +77,21 @@ def test_metrics_count_outcomes(server: Running) -> None:
     text = asyncio.run(raw(server, "GET", "/metrics"))[1]["text"].decode()
     assert 'sandbox_outcomes_total{operation="run_code",outcome="ok"}' in text
     assert 'sandbox_seconds_bucket{operation="run_code",le="+Inf"}' in text
+
+
+def test_metrics_tell_of_level_children_and_where_the_time_went(server: Running) -> None:
+    async def look() -> None:
+        opened = (await raw(server, "POST", "/v1/sessions", {"key": "metrics"}))[1]
+        body = {"seq": 1, "code": "1", "language": "python", "timeout_s": 5}
+        reply = (await raw(server, "POST", f"/v1/sessions/{opened['session']}/exec", body))[1]
+        assert reply["level"] == opened["level"] == server.ready["level"]
+        await raw(server, "DELETE", f"/v1/sessions/{opened['session']}")
+        text = (await raw(server, "GET", "/metrics"))[1]["text"].decode()
+        lines = dict(line.rsplit(" ", 1) for line in text.splitlines())
+        assert lines[f'sandbox_level{{level="{server.ready["level"]}"}}'] == "1"
+        assert int(lines["sandbox_takes_total"]) >= int(lines["sandbox_cold_takes_total"])
+        assert int(lines["sandbox_children"]) >= int(lines["sandbox_children_ordered_dead"])
+        assert float(lines['sandbox_seconds_sum{operation="queue"}']) >= 0
+        assert float(lines["sandbox_tasks"]) >= 1
+
+    asyncio.run(look())

@@ -4,6 +4,7 @@ Where the machine gives no level these tests assert that programs are refused; t
 """
 
 import contextlib
+import dataclasses
 import json
 import os
 import socket
@@ -17,11 +18,12 @@ from conftest import Start, ask
 from launching import IS_ROOT, Running, descendants, environment, processes_with
 
 from sandbox_client import CodeRefused, ExecResult, Outcome, RequestRefused, SandboxClient, SessionLost
+from sandbox_client.attacks import Attack
 from sandbox_client.groups import Limits
-from sandbox_client.probe import ATTACKS, Attack
+from sandbox_client.probe import ATTACKS, judged
 
 pytestmark = pytest.mark.attack
-JUDGED_OUTSIDE = ("endless output", "deaf to its deadline", "leftovers", "survivor")
+OF_ONE_REPLY = [attack for attack in ATTACKS if attack.ends in ("value", "lost") and attack.name != "survivor"]
 
 
 @contextlib.contextmanager
@@ -42,7 +44,7 @@ def bait(running: Running, place: Path) -> Iterator[dict[str, Any]]:
             "tcp": tcp.getsockname()[1],
             "abstract": abstract,
             "pids": descendants(running.process.pid),
-            "processes": limits.processes,
+            "processes": limits.processes * (4 if running.ready["level"] == "L1" else 1),
             "memory_mb": limits.memory_bytes >> 20,
             "disk_bytes": limits.disk_bytes,
             "inodes": limits.inodes,
@@ -67,36 +69,37 @@ def refused_or(running: Running, questions: Callable[[SandboxClient], Awaitable[
     return None
 
 
-@pytest.mark.parametrize("attack", [a for a in ATTACKS if a.name not in JUDGED_OUTSIDE], ids=lambda a: a.name)
-def test_the_attack_is_stopped(jailed: Running, attack: Attack, place: Path) -> None:
+@pytest.mark.parametrize("attack", OF_ONE_REPLY, ids=lambda a: a.name)
+def test_the_attack_is_stopped(attacked: Running, attack: Attack, place: Path) -> None:
     place.chmod(0o755)
-    if jailed.ready["code"] and attack.level > jailed.ready["level"]:
-        assert any("total memory" in lack for lack in jailed.ready["missing"])  # said, not hidden
+    if attacked.ready["code"] and attack.level > attacked.ready["level"]:
+        lacks = " ".join(attacked.ready["missing"])  # said, not hidden
+        assert {"L3": "total memory", "L2": "disk quota"}[attack.level] in lacks
         return
-    with bait(jailed, place) as facts:
-        for secret in (facts["secret"], jailed.token_file):
+    with bait(attacked, place) as facts:
+        for secret in (facts["secret"], attacked.token_file):
             facts["secret"] = secret
-            result = refused_or(jailed, lambda client: strike(client, attack, facts))
+            result = refused_or(attacked, lambda client: strike(client, attack, facts))
             if result is None:
                 return
-            assert result.session_lost or (result.error, result.value) == (None, "''"), result
+            assert judged(attack, dataclasses.asdict(result)) == "", result
             if attack.name != "host files":
                 break
 
 
-def test_a_program_deaf_to_its_deadline_is_killed_within_a_second(jailed: Running) -> None:
-    attack = next(attack for attack in ATTACKS if attack.name == "deaf to its deadline")
+@pytest.mark.parametrize("attack", [a for a in ATTACKS if a.ends == "killed"], ids=lambda a: a.name)
+def test_a_program_deaf_to_its_deadline_is_killed_within_a_second(attacked: Running, attack: Attack) -> None:
     start = time.monotonic()
-    result = refused_or(jailed, lambda client: strike(client, attack, {}))
+    result = refused_or(attacked, lambda client: strike(client, attack, {}))
     if result:
         assert (result.outcome, result.session_lost) == (Outcome.PROGRAM_TIMEOUT, True)
         assert time.monotonic() - start < attack.timeout_s + 1.6
 
 
 @pytest.mark.parametrize("language", ["python", "bash"])
-def test_a_flood_of_output_is_cut_and_counted(jailed: Running, language: str) -> None:
+def test_a_flood_of_output_is_cut_and_counted(attacked: Running, language: str) -> None:
     code = {"python": "import os\nwhile True: os.write(1, b'x' * 65536)", "bash": "yes"}[language]
-    result = refused_or(jailed, lambda client: client.run_code(code, language, timeout_s=0.3))
+    result = refused_or(attacked, lambda client: client.run_code(code, language, timeout_s=0.3))
     if result:
         assert result.outcome is Outcome.PROGRAM_TIMEOUT
         assert result.output_truncated
@@ -104,13 +107,13 @@ def test_a_flood_of_output_is_cut_and_counted(jailed: Running, language: str) ->
         assert f"[... {result.dropped_bytes} bytes dropped ...]" in result.stdout
 
 
-def test_the_next_session_finds_nothing_of_the_last(jailed: Running) -> None:
+def test_the_next_session_finds_nothing_of_the_last(attacked: Running) -> None:
     attack = next(attack for attack in ATTACKS if attack.name == "leftovers")
 
     async def twice(client: SandboxClient) -> list[ExecResult]:
         return [await strike(client, attack, {}) for _ in range(12)]  # more than are warm: slots come round again
 
-    for result in refused_or(jailed, twice) or ():
+    for result in refused_or(attacked, twice) or ():
         assert (result.outcome, result.value) == (Outcome.OK, "''")
 
 
@@ -224,10 +227,14 @@ def test_the_payloads_do_get_through_where_nothing_is_locked(start: Start, place
     place.chmod(0o755)
     running = start("--i-understand-unsandboxed", "--min-isolation=L3", user="ordinary", lock="nothing")
     assert (running.ready["level"], running.ready["code"]) == ("L0", True)
-    harmless_here = ("memory of one process", "host files", "network", "proc and sys", "privileges")
+    harmless_here = (
+        *("memory of one process", "host files", "network", "proc and sys", "privileges", "links out", "link races"),
+        *("neighbours", "memory of others", "memfd execution", "keyrings", "devices", "tar bomb"),
+        *("thread bomb", "limits of others"),
+    )
     with bait(running, place) as facts:
         for attack in ATTACKS:
-            if attack.name in harmless_here:
+            if attack.name in harmless_here:  # to others: not the ones that fill disks, stop servers or set clocks
                 result = ask(running, lambda client, attack=attack: strike(client, attack, facts))
                 assert result.value not in (None, "''"), f"{attack.name} reached nothing on an open host: {result}"
 
@@ -241,3 +248,11 @@ def test_a_session_killed_for_memory_is_called_so(start: Start) -> None:
     result = ask(running, lambda client: client.run_code(code))
     assert (result.outcome, result.exit_code) == (Outcome.PROGRAM_OOM, -9)
     assert result.error == "killed for using more than 80 MiB"
+
+
+def test_an_ordinary_user_with_a_cgroup_of_its_own_has_level_three(start: Start, delegated: str) -> None:
+    running = start("--functions=counting", "--code=auto", user=delegated)
+    assert running.ready["level"] == "L3", running.ready["reason"]
+    code = "import os\nfor name in 'abcdefgh':\n    open(name, 'wb').write(bytes(15 << 20))"
+    small = start("--code=auto", "--memory-mb=80", user=delegated)
+    assert ask(small, lambda client: client.run_code(code)).outcome is Outcome.PROGRAM_OOM

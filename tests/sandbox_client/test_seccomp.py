@@ -89,3 +89,24 @@ def test_outliving_the_server_and_typing_into_terminals_are_refused(machine: str
     assert verdict(code, arch, guarded["prctl"], 15) == ALLOW  # naming a thread
     assert verdict(code, arch, guarded["ioctl"], 0, 0x5412) == ERRNO | errno.EPERM
     assert verdict(code, arch, guarded["ioctl"], 0, 0x5413) == ALLOW  # a terminal's size
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_limits_and_priorities_of_others_are_refused_where_no_namespace_hides_them(machine: str) -> None:
+    code, arch, _ = build(machine, own_groups=False)
+    open_, _, _ = build(machine)
+    for argument, table in seccomp._OF_ANOTHER.items():
+        for number in seccomp.numbers(table, machine).values():
+            for pid, wanted in ((0, ALLOW), (4321, ERRNO | errno.EPERM)):
+                assert verdict(code, arch, number, *[7] * argument, pid) == wanted
+                assert verdict(open_, arch, number, *[7] * argument, pid) == ALLOW
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_a_stem_may_clone_into_one_set_of_namespaces_and_no_other(machine: str) -> None:
+    guarded = seccomp.numbers(seccomp._GUARDED, machine)
+    code = seccomp.build_filter(machine, sockets=True, own_groups=True, clone=0x30020011)
+    arch = seccomp.AUDIT_ARCH[machine]
+    assert verdict(code, arch, guarded["clone"], 0x30020011) == ALLOW
+    for flags in (0x30020000, 0x10000011, 0x70020011, 0x30020111, 0x20000011, 0x00020011):
+        assert verdict(code, arch, guarded["clone"], flags) == ERRNO | errno.EPERM

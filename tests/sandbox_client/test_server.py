@@ -1,9 +1,12 @@
 """The command: what it refuses and why, how it starts and stops, and that it leaves nothing behind."""
 
 import asyncio
+import contextlib
 import json
 import os
+import shutil
 import socket
+import ssl
 import stat
 import subprocess
 import sys
@@ -11,6 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 from conftest import Start, ask
 from launching import IS_ROOT, Running, command, descendants, environment, processes_with, refused, serving
@@ -170,7 +174,7 @@ def test_two_hundred_sessions_leave_nothing_behind(place: Path) -> None:
 
         ask(running, wave)
         deadline = time.monotonic() + 10
-        while len(descendants(pid)) > 12:  # the zygote, its supervisor and the warm children
+        while len(descendants(pid)) > 15:  # two zygotes, their supervisors and the children that wait
             assert time.monotonic() < deadline
         processes, descriptors = len(descendants(pid)), _descriptors(pid)
         for _ in range(3):
@@ -232,6 +236,9 @@ def test_root_is_dropped_and_the_environment_of_the_children_scrubbed(start: Sta
     assert "Uid:\t64001\t64001\t64001\t64001" in status
     assert "CapEff:\t0000000000000000" in status
     assert "NoNewPrivs:\t1" in status
+    for pid in descendants(running.ready["pid"]):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended already
+            assert b"SERVER_SECRET" not in Path(f"/proc/{pid}/environ").read_bytes()
     if running.ready["code"]:
         names = ask(running, lambda client: client.run_code("import os; print(*sorted(os.environ))")).stdout.split()
         assert "SERVER_SECRET" not in names
@@ -256,3 +263,41 @@ def test_the_self_test_prints_a_table_and_judges() -> None:
         assert done.stdout.count("stopped") >= 15
     else:
         assert "no level: programs are refused" in done.stdout
+
+
+def test_off_loopback_a_certificate_or_a_proxy_is_wanted_and_a_token_file(place: Path) -> None:
+    for flags in (("--host=0.0.0.0",), ("--host=0.0.0.0", "--tls-cert=a", "--tls-key=b"), ("--tls-cert=a",)):
+        words = command("--port=0", "--code=off", *flags)
+        done = subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=20, check=False)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert "--tls-key" in done.stderr
+    code, said = refused(place, "--host=0.0.0.0", "--tls-cert=/nowhere", "--tls-key=/nowhere", "--code=off")
+    assert (code, said) == (2, "sandbox-server: cannot read /nowhere: give a certificate and its key, both PEM")
+
+
+def test_with_a_certificate_it_serves_https_off_loopback_too(place: Path) -> None:
+    if not shutil.which("openssl"):
+        pytest.skip("needs openssl to make a certificate")
+    cert, key = place / "cert.pem", place / "key.pem"
+    make = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "1"]
+    make += ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost", "-keyout", str(key), "-out", str(cert)]
+    subprocess.run(make, check=True, capture_output=True)
+    with serving(place, "--host=0.0.0.0", f"--tls-cert={cert}", f"--tls-key={key}", "--code=auto") as running:
+        assert running.url.startswith("https://0.0.0.0:")
+        port = running.url.rpartition(":")[2]
+
+        async def ask_securely() -> dict[str, Any]:
+            trusted = ssl.create_default_context(cafile=str(cert))
+            headers = {"Authorization": f"Bearer {running.token}"}
+            async with (
+                aiohttp.ClientSession() as http,
+                http.get(f"https://localhost:{port}/readyz", ssl=trusted, headers=headers) as reply,
+            ):
+                assert reply.status == 200
+                answer: dict[str, Any] = await reply.json()
+            with pytest.raises(aiohttp.ClientError):
+                async with aiohttp.ClientSession() as http, http.get(f"http://localhost:{port}/healthz"):
+                    pass
+            return answer
+
+        assert asyncio.run(ask_securely())["level"] == running.ready["level"]

@@ -192,7 +192,7 @@ def test_beyond_the_cap_a_session_waits_for_room(start: Start) -> None:
 
 
 def test_more_programs_than_may_run_queue_and_then_are_refused(start: Start) -> None:
-    running = start("--concurrency=1", "--warm=1", user="root" if IS_ROOT else "ordinary")
+    running = start("--concurrency=1", "--queue=16", "--warm=1", user="root" if IS_ROOT else "ordinary")
 
     async def crowd() -> None:
         head = {"code": "import time; time.sleep(0.1)", "language": "python"}
@@ -206,3 +206,62 @@ def test_more_programs_than_may_run_queue_and_then_are_refused(start: Start) -> 
     if not running.ready["code"]:
         pytest.skip("no jail here")
     asyncio.run(crowd())
+
+
+def test_the_shell_of_a_session_is_one_and_ends_when_it_is_told_to(server: Running) -> None:
+    async def speak(client: SandboxClient) -> None:
+        async with await client.open_session("shell") as session:
+            await session.exec('mkdir -p sub && cd sub; A=7; f() { echo "f $A $1"; }; set -- x', "bash")
+            result = await session.exec('f "$(basename "$PWD")"; (exit 3)', "bash")
+            assert (result.stdout, result.exit_code) == ("f 7 sub\n", 3)
+            assert (await session.exec("import os; os.path.basename(os.getcwd())")).value == "'work'"
+            for ending, code in (("exit 4", 4), ("kill -9 $$", 137), ("set -e; false", 1)):
+                assert (await session.exec(ending, "bash")).exit_code == code
+                assert (await session.exec('echo "${A-gone}" $(basename "$PWD")', "bash")).stdout == "gone work\n"
+            pid = (await session.exec("B=1; echo $$", "bash")).stdout.strip()
+            die = f"import os, signal; os.kill({pid}, 9); os.waitid(os.P_PID, {pid}, os.WEXITED | os.WNOWAIT).si_status"
+            assert (await session.exec(die)).value == "9"  # it dies between two programs: the next is run by another
+            assert (await session.exec("echo ${B-gone}", "bash")).stdout == "gone\n"
+            assert (await session.exec("echo 'unclosed", "bash")).outcome is Outcome.PROGRAM_ERROR
+            assert (await session.exec("cat <<E\nü\nE\necho \xff", "bash")).stdout == "ü\nÿ\n"
+            big = await session.exec(f"x={'y' * 100_000}; echo ${{#x}}", "bash")
+            assert big.stdout == "100000\n"
+
+    ask(server, speak)
+
+
+def test_a_reset_session_begins_anew_and_keeps_its_name_and_order(server: Running) -> None:
+    async def reset() -> None:
+        _, opened, _ = await raw(server, "POST", "/v1/sessions", {"key": "reset", "functions": "counting"})
+        path = f"/v1/sessions/{opened['session']}"
+        call = {"name": "add", "arguments": {}, "timeout_s": 5}
+        code = {"code": "kept = 1\nopen('left', 'w').close()", "language": "python", "timeout_s": 5}
+        assert (await raw(server, "POST", f"{path}/call", {"seq": 1, **call}))[1]["value"] == 1
+        assert (await raw(server, "POST", f"{path}/exec", {"seq": 2, **code}))[1]["outcome"] == "ok"
+        replies = [await raw(server, "POST", f"{path}/reset", {"seq": 3}) for _ in range(2)]  # the second from memory
+        assert [status for status, _, _ in replies] == [200, 200]
+        assert (await raw(server, "POST", f"{path}/call", {"seq": 4, **call}))[1]["value"] == 1
+        look = {**code, "code": "'kept' in globals(), __import__('os').listdir()"}
+        assert (await raw(server, "POST", f"{path}/exec", {"seq": 5, **look}))[1]["value"] == "(False, [])"
+        assert (await raw(server, "POST", f"{path}/reset", {"seq": 4}))[1]["outcome"] == "ok"  # that seq was a call
+        assert (await raw(server, "POST", f"{path}/reset", {"seq": 0}))[0] == 400
+
+    asyncio.run(reset())
+
+
+def test_a_sessions_own_token_opens_that_session_and_nothing_else(server: Running) -> None:
+    async def knock() -> None:
+        opened = [(await raw(server, "POST", "/v1/sessions", {"key": f"own-{number}"}))[1] for number in range(2)]
+        paths = [f"/v1/sessions/{reply['session']}" for reply in opened]
+        own = {"Authorization": f"Bearer {opened[0]['token']}"}
+        code = {"seq": 1, "code": "1 + 1", "language": "python", "timeout_s": 5}
+        assert (await raw(server, "POST", f"{paths[0]}/exec", code, own))[1]["value"] == "2"
+        closed = [("POST", f"{paths[1]}/exec"), ("POST", "/v1/sessions"), ("GET", "/readyz"), ("POST", "/run_code")]
+        for method, path in closed:
+            assert (await raw(server, method, path, code, own))[0] == 401
+        assert (await raw(server, "DELETE", paths[0], headers=own))[0] == 200
+        status, reply, _ = await raw(server, "POST", f"{paths[0]}/exec", {**code, "seq": 2}, own)
+        assert (status, reply["error"]["code"]) == (410, "session_lost")  # it may know what became of it
+        await raw(server, "DELETE", paths[1])
+
+    asyncio.run(knock())
