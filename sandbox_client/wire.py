@@ -32,6 +32,7 @@ SERVER_KEEP_ALIVE_S = 75
 CLIENT_KEEP_ALIVE_S = 3.0  # shorter than the server's, so that an idle socket is never closed under a request
 MAX_TIMEOUT_S = 600.0
 WIRE_HEADER = "x-sandbox-wire"  # a server that sends it answers a repeated key or seq from memory
+WRECKED = (500, 502, 504, 524)  # statuses that say nothing about whether the request was carried out
 LEVELS = ("L0", "L1", "L2", "L3")
 
 
@@ -42,6 +43,7 @@ class Outcome(enum.StrEnum):
     PROGRAM_ERROR = "program_error"
     PROGRAM_TIMEOUT = "program_timeout"
     PROGRAM_OOM = "program_oom"
+    OUTPUT_TRUNCATED = "output_truncated"  # it was ended for printing too much; a result that was merely cut says dropped_bytes
     DENIED = "denied"  # it asked for a function or a language that the session does not have
 
 
@@ -194,6 +196,18 @@ def take(reply: dict[str, Any], key: str, *types: type) -> Any:
     if type(value) not in types:
         raise ValueError(f"wanted {key!r} as {'/'.join(t.__name__ for t in types)}, got {type(value).__name__}")
     return value
+
+
+def shorten(text: str, max_bytes: int) -> tuple[str, int]:
+    """Returns `text` with its middle left out, at most `max_bytes` in UTF-8, and how many bytes were dropped."""
+    if 4 * len(text) <= max_bytes:
+        return text, 0
+    data = text.encode(errors="replace")
+    if len(data) <= max_bytes:
+        return text, 0
+    head = max_bytes // 2
+    kept = data[:head].decode(errors="ignore") + data[len(data) - (max_bytes - head) :].decode(errors="ignore")
+    return kept, len(data) - len(kept.encode())
 
 
 _NONE = type(None)

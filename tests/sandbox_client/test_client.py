@@ -270,7 +270,7 @@ def test_cancelling_at_any_moment_leaks_nothing_and_the_session_goes_on() -> Non
             with contextlib.suppress(asyncio.CancelledError):
                 await call
         assert (await session.call("add", {})).outcome is Outcome.OK
-        assert len(asyncio.all_tasks()) <= 2 + len(client._in_flight) + 8  # ours and the server's connections
+        assert len(asyncio.all_tasks()) <= 2 + client._caller.in_flight + 8  # ours and the server's connections
 
     server = FaultServer([])
     against(server, cancel)
@@ -386,7 +386,7 @@ def test_under_any_cutting_of_connections_every_call_runs_exactly_once(server: R
 
 def _with_host(url: str) -> Any:
     class Transport(AiohttpTransport):
-        async def send(self, method: str, path: str, headers: dict[str, str], *rest: Any) -> Any:
-            return await super().send(method, path, {**headers, "Host": url.removeprefix("http://")}, *rest)
+        async def send(self, request: Any, to: str, headers: dict[str, str], *rest: Any) -> Any:
+            return await super().send(request, to, {**headers, "Host": url.removeprefix("http://")}, *rest)
 
     return Transport
