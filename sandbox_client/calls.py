@@ -260,7 +260,7 @@ class Caller:
             return Again(Unknown, str(error))
         except BadReply as error:
             raise ProtocolError(f"{call.what}: {error}", call.count, may_have_executed=True) from None
-        return self._judge(call, reply) or reply
+        return reply if reply.status in request.expect else self._judge(call, reply) or reply
 
     async def _hedged(self, call: Call, request: Request, endpoint: Endpoint, delay_s: float) -> Reply:
         """Returns the first good reply of the call and, where it is late, of a second sending. The loser is cancelled."""

@@ -50,6 +50,7 @@ class Request:
     max_bytes: int = wire.REPLY_MAX_BYTES
     answer_s: float | None = None
     life_s: float | None = None
+    expect: tuple[int, ...] = ()  # statuses that the adapter reads itself
     own_credentials: bool = False  # the adapter has put them into `headers`: the client's token stays at home
 
 

@@ -43,7 +43,8 @@ class Abilities:
     stderr: bool = True  # apart from stdout
     exit_code: bool = True
     binary_files: bool = True
-    timeout: bool = True  # of a program is told apart from its failure
+    timeout: bool = True  # a program's own, told apart from its failure
+    partial_output: bool = True  # of a program whose time was over
     state: str = ""  # what a Python program leaves for the next one: "names" or, by files alone, "files"
     languages: tuple[str, ...] = ("python", "bash")
     output_bytes: int = wire.RUN_OUTPUT_BYTES  # of one stream, known to come back whole
