@@ -63,7 +63,7 @@ class Call:
         self.caller, self.what, self.route, self.endpoint = caller, what, route, endpoint
         self.id = secrets.token_hex(8)
         self.deadline = time.monotonic() + timeout_s
-        self.count = 0
+        self.count = self.asks = 0
         self.sent = False
         self.answered_by: Endpoint | None = None
         self.last: tuple[type[InfrastructureError], str] = (Unreachable, "the deadline passed before the first attempt")
@@ -72,8 +72,14 @@ class Call:
     def left_s(self) -> float:
         return self.deadline - time.monotonic()
 
+    @property
+    def attempts(self) -> int:
+        """How often the request that took the most was sent: an operation of several requests is one attempt."""
+        return self.count - max(0, self.asks - 1)
+
     async def ask(self, request: Request) -> Reply:
         """Returns a reply that the adapter's judge accepts. Raises InfrastructureError or RequestRefused."""
+        self.asks += 1
         return await self.caller.ask(self, request)
 
     async def json(self, request: Request, parse: Callable[[dict[str, Any]], T]) -> T:
@@ -83,6 +89,7 @@ class Call:
 
     async def connect(self, url: str, headers: dict[str, str], max_bytes: int = wire.REPLY_MAX_BYTES) -> Socket:
         """Returns an open WebSocket."""
+        self.asks += 1
         return await self.caller.connect(self, url, headers, max_bytes)
 
     def parsed(self, parse: Callable[[], T]) -> T:
@@ -90,18 +97,18 @@ class Call:
         try:
             return parse()
         except (ValueError, KeyError, RecursionError) as error:
-            raise ProtocolError(f"{self.what}: {error}", self.count, may_have_executed=True) from None
+            raise ProtocolError(f"{self.what}: {error}", self.attempts, may_have_executed=True) from None
 
     def failure(self) -> InfrastructureError:
         """Returns the error of a call whose time is over."""
         kind, text = self.last
         if self.sent and kind is not ProtocolError:
             kind = Unknown  # an earlier attempt may have arrived
-        return kind(f"{self.what}: {text}", self.count, self.sent)
+        return kind(f"{self.what}: {text}", self.attempts, self.sent)
 
     def lost(self, text: str, by_program: bool = False) -> SessionLost:
         """Returns the error of a call whose session is gone."""
-        return SessionLost(f"{self.what}: {text}", self.count, self.sent, by_program)
+        return SessionLost(f"{self.what}: {text}", self.attempts, self.sent, by_program)
 
     def again(self, error: InfrastructureError) -> None:
         """Takes over an attempt that the adapter made by itself, over a socket."""
@@ -155,7 +162,7 @@ class Caller:
         except asyncio.CancelledError:
             if self.closed and not task.cancelling() > 1:
                 task.uncancel()
-                raise Cancelled(f"{call.what}: the client was closed", call.count, call.count > 0) from None
+                raise Cancelled(f"{call.what}: the client was closed", call.attempts, call.count > 0) from None
             raise
         except InfrastructureError as error:
             self.counts["failures"] += 1
@@ -259,7 +266,7 @@ class Caller:
         except ReplyLost as error:
             return Again(Unknown, str(error))
         except BadReply as error:
-            raise ProtocolError(f"{call.what}: {error}", call.count, may_have_executed=True) from None
+            raise ProtocolError(f"{call.what}: {error}", call.attempts, may_have_executed=True) from None
         return reply if reply.status in request.expect else self._judge(call, reply) or reply
 
     async def _hedged(self, call: Call, request: Request, endpoint: Endpoint, delay_s: float) -> Reply:
@@ -299,7 +306,7 @@ class Caller:
             if call.sent:
                 raise call.failure() from None
             text = f"{endpoint.window.in_flight} calls were before it at {endpoint.url}"
-            raise Overloaded(f"{call.what}: {text}", call.count, call.sent) from None
+            raise Overloaded(f"{call.what}: {text}", call.attempts, call.sent) from None
 
     async def _credentials(self, call: Call, stale: int = -1) -> tuple[str, int]:
         try:
@@ -308,7 +315,7 @@ class Caller:
         except InfrastructureError:
             raise
         except Exception as error:  # the provider is the user's: whatever it raises, the call was not sent
-            raise Unreachable(f"{call.what}: no token: {type(error).__name__}: {error}", call.count, call.sent) from error
+            raise Unreachable(f"{call.what}: no token: {type(error).__name__}: {error}", call.attempts, call.sent) from error
 
     async def _sent(self, call: Call, request: Request, endpoint: Endpoint, token: str) -> Reply:
         call.count += 1

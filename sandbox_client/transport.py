@@ -105,6 +105,7 @@ class AiohttpTransport:
         self._pacer = Pacer(connects_per_s)
         self._keep_s = wire.CLIENT_KEEP_ALIVE_S
         self._in_use: dict[Any, int] = {}  # sessions of earlier keep-alive times live until their last exchange ends
+        self._sockets: set[Any] = set()
         self._session = self._open()
 
     def _open(self) -> Any:
@@ -184,9 +185,12 @@ class AiohttpTransport:
             raise NotSent(str(error) or f"no connection within {timeout_s:.3g} s") from None
         except (aiohttp.ClientError, OSError, ValueError) as error:
             raise NotSent(f"no WebSocket there: {type(error).__name__}: {error}") from None
+        self._sockets = {one for one in self._sockets if not one.closed} | {socket}
         return _AiohttpSocket(aiohttp, socket)
 
     async def close(self) -> None:
+        for socket in self._sockets:
+            await _AiohttpSocket(self._aiohttp, socket).close()
         for session in list(self._in_use):
             await session.close()
         self._in_use = {}

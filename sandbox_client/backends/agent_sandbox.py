@@ -102,7 +102,7 @@ class AgentSandbox(Backend):
             if hopeless:
                 raise RequestRefused("claim_failed", f"claim {name} of warm pool {self._pool}: {hopeless}", "see its status")
             if wait_s >= call.left_s:
-                raise wire.Overloaded(f"{call.what}: no sandbox of warm pool {self._pool} became ready", call.count)
+                raise wire.Overloaded(f"{call.what}: no sandbox of warm pool {self._pool} became ready", call.attempts)
             await asyncio.sleep(wait_s)
             wait_s = min(1.5 * wait_s, _POLL_MAX_S)
 
@@ -126,11 +126,11 @@ class AgentSandbox(Backend):
         elapsed_s = time.monotonic() - start
         out, err, code = reply["stdout"], reply["stderr"], reply["exit_code"]
         if reply["timed_out"]:
-            return ExecResult(Outcome.PROGRAM_TIMEOUT, out, err, None, 0, elapsed_s, error=err or None, attempts=call.count)
+            return ExecResult(Outcome.PROGRAM_TIMEOUT, out, err, None, 0, elapsed_s, error=err or None, attempts=call.attempts)
         if code == 1 and not out and err.startswith(_OWN_FAILURE):
-            raise wire.Unknown(f"{call.what}: {err}", call.count, may_have_executed=True)
+            raise wire.Unknown(f"{call.what}: {err}", call.attempts, may_have_executed=True)
         outcome = Outcome.OK if code == 0 else Outcome.PROGRAM_ERROR
-        return ExecResult(outcome, out, err, code, 0, elapsed_s, attempts=call.count)
+        return ExecResult(outcome, out, err, code, 0, elapsed_s, attempts=call.attempts)
 
     async def read_file(self, call: Call, seat: Seat, path: str) -> bytes:
         place = urllib.parse.quote(path, safe="")

@@ -96,7 +96,7 @@ def result_of(call: Call, reply: Reply, elapsed_s: float) -> ExecResult:
         raise call.lost(progress.text)
     if not progress.ended and not late:
         call.sent = True
-        raise wire.Unknown(f"{call.what}: {progress.code}: {progress.text}", call.count, may_have_executed=True)
+        raise wire.Unknown(f"{call.what}: {progress.code}: {progress.text}", call.attempts, may_have_executed=True)
     killed = progress.exit_code is not None and progress.exit_code in (-9, 137) and "oom" in progress.text.lower()
     failed = Outcome.OK if progress.exit_code == 0 else Outcome.PROGRAM_OOM if killed else Outcome.PROGRAM_ERROR
     outcome = Outcome.PROGRAM_TIMEOUT if late else failed
@@ -108,7 +108,7 @@ def result_of(call: Call, reply: Reply, elapsed_s: float) -> ExecResult:
         0,
         elapsed_s,
         error="the time limit was reached" if late else None,
-        attempts=call.count,
+        attempts=call.attempts,
     )
 
 
@@ -135,4 +135,4 @@ def json_lines(call: Call, reply: Reply) -> list[dict[str, Any]]:
     try:
         return [wire.decode(line) for line in lines if line.strip()]
     except (ValueError, json.JSONDecodeError) as error:
-        raise ProtocolError(f"{call.what}: {error}", call.count, may_have_executed=True) from None
+        raise ProtocolError(f"{call.what}: {error}", call.attempts, may_have_executed=True) from None

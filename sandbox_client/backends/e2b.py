@@ -162,11 +162,11 @@ class E2B(Backend):
             ended = ended or kind in ("end_of_execution", "error", "number_of_executions")
         if not ended and not reply.cut:
             call.sent = True
-            raise wire.Unknown(f"{call.what}: the stream broke off", call.count, may_have_executed=True)
+            raise wire.Unknown(f"{call.what}: the stream broke off", call.attempts, may_have_executed=True)
         outcome = Outcome.PROGRAM_TIMEOUT if reply.cut else Outcome.PROGRAM_ERROR if failure else Outcome.OK
         code = None if reply.cut else int(failure is not None)
         out, err = "".join(said["stdout"]), "".join(said["stderr"])
-        return ExecResult(outcome, out, err, code, 0, elapsed_s, value, failure, attempts=call.count)
+        return ExecResult(outcome, out, err, code, 0, elapsed_s, value, failure, attempts=call.attempts)
 
     def _file(self, method: str, seat: Seat, path: str, body: bytes = b"", kind: str = "") -> Request:
         where = path if path.startswith("/") else f"{self._home}/{path}"

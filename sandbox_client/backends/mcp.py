@@ -80,20 +80,20 @@ class Mcp(Backend):
         try:
             result = _result(call, await call.ask(request), call.id)
         except RequestRefused as failure:
-            return CallResult(Outcome.PROGRAM_ERROR, None, failure.message, time.monotonic() - start, call.count)
+            return CallResult(Outcome.PROGRAM_ERROR, None, failure.message, time.monotonic() - start, call.attempts)
         parts = call.parsed(lambda: [part for part in wire.take(result, "content", list) if isinstance(part, dict)])
         text = "\n".join(str(part["text"]) for part in parts if part.get("type") == "text" and "text" in part)
         seconds = time.monotonic() - start
         if result.get("isError") is True:
-            return CallResult(Outcome.PROGRAM_ERROR, None, text, seconds, call.count)
+            return CallResult(Outcome.PROGRAM_ERROR, None, text, seconds, call.attempts)
         structured = result.get("structuredContent")
-        return CallResult(Outcome.OK, text if structured is None else structured, None, seconds, call.count)
+        return CallResult(Outcome.OK, text if structured is None else structured, None, seconds, call.attempts)
 
     async def exec(self, call: Call, seat: Seat, program: Program) -> ExecResult:
         done = await self.call(call, seat, self._tool, {self._argument: program.code}, program.timeout_s)
         value = done.value.get("result") if isinstance(done.value, dict) and set(done.value) == {"result"} else done.value
         text = value if isinstance(value, str) else "" if value is None else json.dumps(value)
-        return ExecResult(done.outcome, text, "", None, 0, done.elapsed_s, error=done.error, attempts=call.count)
+        return ExecResult(done.outcome, text, "", None, 0, done.elapsed_s, error=done.error, attempts=call.attempts)
 
     async def close(self, call: Call, seat: Seat) -> None:
         if seat.id:
@@ -112,8 +112,8 @@ def _result(call: Call, reply: Reply, number: str) -> dict[str, Any]:
     answer = next((message for message in messages if message.get("id") == number and "method" not in message), None)
     if answer is None:
         if kind == "text/event-stream":
-            raise wire.Unknown(f"{call.what}: the stream ended without the reply", call.count, may_have_executed=True)
-        raise ProtocolError(f"{call.what}: wanted the reply to {number}", call.count, may_have_executed=True)
+            raise wire.Unknown(f"{call.what}: the stream ended without the reply", call.attempts, may_have_executed=True)
+        raise ProtocolError(f"{call.what}: wanted the reply to {number}", call.attempts, may_have_executed=True)
     if isinstance(answer.get("error"), dict):
         raise RequestRefused(str(answer["error"].get("code")), str(answer["error"].get("message"))[:4096])
     result: dict[str, Any] = call.parsed(lambda: wire.take(answer, "result", dict))

@@ -55,8 +55,8 @@ class OpenEnv(Backend):
         try:
             value = await self._exchange(call, seat, name, arguments)
         except _ActionFailed as failure:
-            return CallResult(Outcome.PROGRAM_ERROR, None, str(failure), time.monotonic() - start, call.count)
-        return CallResult(Outcome.OK, value, None, time.monotonic() - start, call.count)
+            return CallResult(Outcome.PROGRAM_ERROR, None, str(failure), time.monotonic() - start, call.attempts)
+        return CallResult(Outcome.OK, value, None, time.monotonic() - start, call.attempts)
 
     async def exec(self, call: Call, seat: Seat, program: Program) -> ExecResult:
         start = time.monotonic()
@@ -64,12 +64,12 @@ class OpenEnv(Backend):
             step = await self._exchange(call, seat, "step", {self._code_key: program.code})
         except _ActionFailed as failure:
             elapsed_s = time.monotonic() - start
-            return ExecResult(Outcome.PROGRAM_ERROR, "", "", None, 0, elapsed_s, error=str(failure), attempts=call.count)
+            return ExecResult(Outcome.PROGRAM_ERROR, "", "", None, 0, elapsed_s, error=str(failure), attempts=call.attempts)
         seen = call.parsed(lambda: wire.take(step, "observation", dict))
         code = call.parsed(lambda: wire.take(seen, "exit_code", int, type(None)))
         out, err = (call.parsed(lambda key=key: wire.take(seen, key, str)) for key in ("stdout", "stderr"))
         outcome = Outcome.OK if not code else Outcome.PROGRAM_ERROR
-        return ExecResult(outcome, out, err, code, 0, time.monotonic() - start, attempts=call.count)
+        return ExecResult(outcome, out, err, code, 0, time.monotonic() - start, attempts=call.attempts)
 
     async def _exchange(self, call: Call, seat: Seat, kind: str, data: dict[str, Any]) -> dict[str, Any]:
         """Sends one message and returns the data of its reply. Raises _ActionFailed, RequestRefused, InfrastructureError."""
@@ -91,9 +91,9 @@ class OpenEnv(Backend):
         except ReplyLost as error:
             if call.left_s > 0:
                 raise call.lost(str(error)) from None
-            raise wire.Unknown(f"{call.what}: {error}", call.count, may_have_executed=True) from None
+            raise wire.Unknown(f"{call.what}: {error}", call.attempts, may_have_executed=True) from None
         except (BadReply, ValueError, RecursionError) as error:
-            raise ProtocolError(f"{call.what}: {error}", call.count, may_have_executed=True) from None
+            raise ProtocolError(f"{call.what}: {error}", call.attempts, may_have_executed=True) from None
         finally:
             if not done:
                 seat.facts["socket"] = None
@@ -122,7 +122,7 @@ def _failure(call: Call, told: dict[str, Any]) -> Exception:
     if code in _OF_THE_ACTION:
         return _ActionFailed(f"{code}: {text}")
     if code in _FULL:
-        return wire.Overloaded(f"{call.what}: {text}", call.count, may_have_executed=False)
+        return wire.Overloaded(f"{call.what}: {text}", call.attempts, may_have_executed=False)
     if code == "SESSION_ERROR":
         return call.lost(text)
     return RequestRefused(code, text)

@@ -62,7 +62,7 @@ class Prime(Backend):
             if status in _ENDED:
                 raise call.lost(f"the sandbox ended before it ran: {status}")
             if wait_s >= call.left_s:
-                raise wire.Overloaded(f"{call.what}: the sandbox was still {status}", call.count)
+                raise wire.Overloaded(f"{call.what}: the sandbox was still {status}", call.attempts)
             await asyncio.sleep(wait_s)
             wait_s = min(1.5 * wait_s, _POLL_MAX_S)
             _, status = await call.json(Request("GET", f"/api/v1/sandbox/{name}"), _read_sandbox)

@@ -57,7 +57,7 @@ async def post_run(call: Call, program: Program, safety: Safety) -> ExecResult:
     }
     answer_s = program.timeout_s + wire.KILL_MARGIN_S + 1.0
     request = Request("POST", "/run_code", wire.encode(body), safety=safety, answer_s=answer_s)
-    return await call.json(request, lambda reply: parse_run(reply, call.count))
+    return await call.json(request, lambda reply: parse_run(reply, call.attempts))
 
 
 def parse_run(reply: dict[str, Any], attempts: int) -> ExecResult:

@@ -43,7 +43,8 @@ class SweRex(Backend):
         self._root = root
 
     def headers(self, token: str) -> dict[str, str]:
-        return {"X-API-Key": token, "Content-Type": "application/json"}
+        # after an exception the server closes the connection without a word: none is used twice
+        return {"X-API-Key": token, "Content-Type": "application/json", "Connection": "close"}
 
     def judge(self, call: Call, reply: Reply) -> Again | None:
         if reply.status != _FAILED:
@@ -83,9 +84,11 @@ class SweRex(Backend):
             if failure.code != "CommandTimeoutError":
                 raise
             elapsed_s = time.monotonic() - start
-            return ExecResult(Outcome.PROGRAM_TIMEOUT, "", "", None, 0, elapsed_s, error=failure.message, attempts=call.count)
+            return ExecResult(
+                Outcome.PROGRAM_TIMEOUT, "", "", None, 0, elapsed_s, error=failure.message, attempts=call.attempts
+            )
         outcome = Outcome.OK if code == 0 else Outcome.PROGRAM_ERROR
-        return ExecResult(outcome, out, err, code, 0, time.monotonic() - start, attempts=call.count)
+        return ExecResult(outcome, out, err, code, 0, time.monotonic() - start, attempts=call.attempts)
 
     async def call(self, call: Call, seat: Seat, name: str, arguments: dict[str, Any], timeout_s: float) -> CallResult:
         """`bash` with {command}: the named shell, whose directory and variables stay."""
@@ -103,9 +106,9 @@ class SweRex(Backend):
         except RequestRefused as failure:
             late = failure.code == "CommandTimeoutError"
             outcome = Outcome.PROGRAM_TIMEOUT if late else Outcome.PROGRAM_ERROR
-            return CallResult(outcome, None, f"{failure.code}: {failure.message}", time.monotonic() - start, call.count)
+            return CallResult(outcome, None, f"{failure.code}: {failure.message}", time.monotonic() - start, call.attempts)
         outcome = Outcome.OK if value["exit_code"] == 0 else Outcome.PROGRAM_ERROR
-        return CallResult(outcome, value, None, time.monotonic() - start, call.count)
+        return CallResult(outcome, value, None, time.monotonic() - start, call.attempts)
 
     async def read_file(self, call: Call, seat: Seat, path: str) -> bytes:
         place = posixpath.join(seat.facts["place"], path)  # /read_file decodes text, and changes the ends of lines
@@ -115,7 +118,7 @@ class SweRex(Backend):
         try:
             return base64.b64decode(out, validate=True)
         except binascii.Error as error:
-            raise wire.ProtocolError(f"{call.what}: {error}", call.count, may_have_executed=True) from None
+            raise wire.ProtocolError(f"{call.what}: {error}", call.attempts, may_have_executed=True) from None
 
     async def write_file(self, call: Call, seat: Seat, path: str, content: bytes) -> None:
         place = posixpath.join(seat.facts["place"], path)

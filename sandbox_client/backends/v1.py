@@ -69,7 +69,7 @@ class V1(Backend):
         def checked(words: dict[str, Any]) -> R:
             if words.get("seq") != seq:
                 raise ValueError(f"wanted the reply to seq {seq}, got that to {words.get('seq')!r}")
-            return parse(words, call.count)
+            return parse(words, call.attempts)
 
         return await call.json(Request("POST", path, body, answer_s=head["timeout_s"] + _ASK_AGAIN_S), checked)
 

@@ -117,11 +117,12 @@ def _mcp(place: str) -> Any:
     source.write_text(
         "import subprocess, sys\n"
         "from mcp.server.mcpserver import MCPServer\n"
+        "from mcp.server.mcpserver.exceptions import ToolError\n"
         "server = MCPServer('tools')\n"
         "@server.tool()\n"
         "def python(code: str) -> str:\n"
         "    ran = subprocess.run([sys.executable, '-c', code], capture_output=True)\n"
-        "    if ran.returncode: raise RuntimeError(ran.stderr.decode(errors='replace'))\n"
+        "    if ran.returncode: raise ToolError(ran.stderr.decode(errors='replace'))\n"
         "    return ran.stdout.decode(errors='replace')\n"
         "server.run('streamable-http', host='127.0.0.1', port=int(sys.argv[1]))\n"
     )

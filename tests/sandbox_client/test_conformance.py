@@ -127,7 +127,7 @@ def test_directory_and_variables_are_the_program_s_or_a_refusal(name: str, reque
         if world.can.write_file:
             await session.write_file("sub dir/x", b"")
         for what, more, code, wanted in (
-            ("cwd", {"cwd": "sub dir"}, "basename \"$(pwd)\"", "sub dir"),
+            ("cwd", {"cwd": "sub dir"}, 'basename "$(pwd)"', "sub dir"),
             ("env", {"env": {"GREETING": "hé 'a' $b"}}, 'echo "$GREETING"', "hé 'a' $b"),
         ):
             if getattr(world.can, what):
@@ -174,9 +174,7 @@ def test_a_stateless_program_gets_its_input_and_files_and_leaves_nothing(name: s
     play(name, request, ask)
 
 
-def test_what_a_service_cannot_do_is_refused_by_name_before_anything_is_sent(
-    name: str, request: pytest.FixtureRequest
-) -> None:
+def test_what_a_service_cannot_do_is_refused_by_name_before_anything_is_sent(name: str, request: pytest.FixtureRequest) -> None:
     async def ask(world: World) -> None:
         before = world.client.metrics().get("client/attempts", 0)
         can = world.can

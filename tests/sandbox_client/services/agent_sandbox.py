@@ -63,7 +63,9 @@ class Fake:
         name = request.match_info["name"]
         ready = "True" if self.looks >= self._looks_until_ready else "False"
         condition = {"type": "Ready", "status": ready, "reason": "SandboxNotReady"}
-        return web.json_response({**self.claims[name], "status": {"sandbox": {"name": f"warm-{name}"}, "conditions": [condition]}})
+        return web.json_response(
+            {**self.claims[name], "status": {"sandbox": {"name": f"warm-{name}"}, "conditions": [condition]}}
+        )
 
     async def drop(self, request: web.Request) -> web.Response:
         found = self.claims.pop(request.match_info["name"], None)
@@ -79,7 +81,12 @@ class Fake:
         late = ran.code is None
         texts = [data.decode(errors="replace") for data in (ran.stdout, ran.stderr)]
         return web.json_response(
-            {"stdout": texts[0], "stderr": texts[1], "exit_code": 124 if late else ran.code, **({"timed_out": True} if late else {})}
+            {
+                "stdout": texts[0],
+                "stderr": texts[1],
+                "exit_code": 124 if late else ran.code,
+                **({"timed_out": True} if late else {}),
+            }
         )
 
     async def download(self, request: web.Request) -> web.Response:

@@ -53,7 +53,9 @@ class Fake:
             if not control and request.path != "/health":
                 name = request.headers.get("E2b-Sandbox-Id", "")
                 if name not in self.sandboxes:
-                    return web.json_response({"sandboxId": name, "message": "The sandbox was not found", "code": 502}, status=502)
+                    return web.json_response(
+                        {"sandboxId": name, "message": "The sandbox was not found", "code": 502}, status=502
+                    )
                 if request.headers.get("X-Access-Token") != TOKEN:
                     return web.json_response({"code": "unauthenticated", "message": "no token"}, status=401)
             response: web.StreamResponse = await handler(request)

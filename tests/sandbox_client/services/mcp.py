@@ -38,7 +38,11 @@ def app(machine: Machine) -> web.Application:
             name = f"session-{len(sessions)}"
             sessions.add(name)
             extra["Mcp-Session-Id"] = name
-            result: dict[str, Any] = {"protocolVersion": "2025-06-18", "capabilities": {"tools": {}}, "serverInfo": {"name": "x"}}
+            result: dict[str, Any] = {
+                "protocolVersion": "2025-06-18",
+                "capabilities": {"tools": {}},
+                "serverInfo": {"name": "x"},
+            }
         elif request.headers.get("Mcp-Session-Id") not in sessions:
             return web.json_response({"jsonrpc": "2.0", "error": {"code": -32001, "message": "Session not found"}}, status=404)
         elif head["method"].startswith("notifications/"):

@@ -33,11 +33,15 @@ def app(machine: Machine, capacity: int = 8) -> web.Application:
                 if head["type"] == "reset":
                     steps = 0
                     seen: dict[str, Any] = {"stdout": "", "stderr": "", "exit_code": 0}
-                    await response.send_json({"type": "observation", "data": {"observation": seen, "reward": None, "done": False}})
+                    await response.send_json(
+                        {"type": "observation", "data": {"observation": seen, "reward": None, "done": False}}
+                    )
                 elif head["type"] == "state":
                     await response.send_json({"type": "state", "data": {"step_count": steps}})
                 elif "code" not in head["data"]:
-                    await response.send_json({"type": "error", "data": {"message": "code: missing", "code": "VALIDATION_ERROR"}})
+                    await response.send_json(
+                        {"type": "error", "data": {"message": "code: missing", "code": "VALIDATION_ERROR"}}
+                    )
                 elif head["data"]["code"] == "hang":
                     continue
                 else:
