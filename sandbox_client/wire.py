@@ -28,6 +28,7 @@ EXEC_OUTPUT_BYTES = 64 << 10
 RUN_OUTPUT_BYTES = 1 << 20
 KILL_MARGIN_S = 1.0  # the server kills this long after the program's own deadline
 CLIENT_MARGIN_S = 5.0  # and the client gives up this long after it
+ASK_AGAIN_S = 2.0  # so long after it a reply that is not here is a reply lost, and the server is asked again where that is safe
 SERVER_KEEP_ALIVE_S = 75
 CLIENT_KEEP_ALIVE_S = 3.0  # shorter than the server's, so that an idle socket is never closed under a request
 MAX_TIMEOUT_S = 600.0

@@ -55,7 +55,7 @@ async def post_run(call: Call, program: Program, safety: Safety) -> ExecResult:
         "fetch_files": program.fetch_files,
         "key": program.key,
     }
-    answer_s = program.timeout_s + wire.KILL_MARGIN_S + 1.0
+    answer_s = program.timeout_s + wire.ASK_AGAIN_S
     request = Request("POST", "/run_code", wire.encode(body), safety=safety, answer_s=answer_s)
     return await call.json(request, lambda reply: parse_run(reply, call.attempts))
 

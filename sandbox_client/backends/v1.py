@@ -13,7 +13,6 @@ from .sandbox_fusion import post_run
 
 R = TypeVar("R", CallResult, ExecResult)
 
-_ASK_AGAIN_S = wire.KILL_MARGIN_S + 1.0  # by then the server has killed the program: a reply not here is a reply lost
 _FILE_S = 10.0
 
 
@@ -71,7 +70,7 @@ class V1(Backend):
                 raise ValueError(f"wanted the reply to seq {seq}, got that to {words.get('seq')!r}")
             return parse(words, call.attempts)
 
-        return await call.json(Request("POST", path, body, answer_s=head["timeout_s"] + _ASK_AGAIN_S), checked)
+        return await call.json(Request("POST", path, body, answer_s=head["timeout_s"] + wire.ASK_AGAIN_S), checked)
 
     async def read_file(self, call: Call, seat: Seat, path: str) -> bytes:
         reply = await call.ask(Request("GET", _place(seat, path), max_bytes=wire.FILE_MAX_BYTES, answer_s=_FILE_S))

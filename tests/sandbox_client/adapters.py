@@ -68,9 +68,8 @@ async def world(name: str, server: Running | None = None) -> AsyncIterator[World
                     yield await _opened(client, None, None)
             return
         app, token, make, fake = _fake(name, machine, place)
-        async with serving(app) as url:
-            async with _client(url + ("/mcp" if name == "mcp" else ""), token, make(url)) as client:
-                yield await _opened(client, machine, fake)
+        async with serving(app) as url, _client(url + ("/mcp" if name == "mcp" else ""), token, make(url)) as client:
+            yield await _opened(client, machine, fake)
 
 
 @contextlib.asynccontextmanager
