@@ -4,6 +4,7 @@ Imports nothing of jaxagent's and no JAX; it could be published alone.
 """
 
 from .backends.backend import Abilities, Backend, Program, Unsupported
+from .blocking import BlockingClient, BlockingSession
 from .cache import PureCache
 from .client import SandboxClient, Session, Snapshot
 from .embedded import EmbeddedServer
@@ -29,6 +30,8 @@ __all__ = [
     "Abilities",
     "AiohttpTransport",
     "Backend",
+    "BlockingClient",
+    "BlockingSession",
     "CallResult",
     "Cancelled",
     "CodeRefused",

@@ -87,6 +87,7 @@ class SandboxClient:
         options: Mapping[str, Any] | None = None,
         replayable: bool = False,
         snapshot: Snapshot | None = None,
+        branching: bool = False,
     ) -> "Session":
         """Returns the session of `key`; at our own server a repeated key is the same session while it lives.
 
@@ -97,8 +98,9 @@ class SandboxClient:
           replayable: all that will be done in it gives the same when it is done again: a session that the
             infrastructure loses is then built anew, step by step
           snapshot: where it begins, from another session's snapshot()
+          branching: it will be branched from, for which our own server must know at its birth
         """
-        opening = Opening(key, functions, dict(options or {}))
+        opening = Opening(key, functions, dict(options or {}), branching=branching)
         if snapshot:
             opening = dataclasses.replace(snapshot.opening, key=key, snapshot=snapshot.name)
         call = Call(self._caller, f"opening session {key}", self._timeout_s, route=key)
@@ -241,14 +243,39 @@ class Session:
             raise Unsupported(self._backend.name, "snapshot of a session that is not replayable")
         return Snapshot(self._opening, None, self._journal.copy())
 
+    async def branch(self, keys: Sequence[str]) -> "list[Session]":
+        """Returns sessions that go on from this point, one per key: copies at the server, or replays of the same steps."""
+        if self._backend.can.branch and (self._opening.branching or self._journal is None):
+            seats = await self._do("branch", {"keys": list(keys)}, self._client._timeout_s)
+            pairs = zip(keys, seats, strict=True)
+            journals = [self._journal.copy() if self._journal else None for _ in keys]
+            made = zip(pairs, journals, strict=True)
+            return [
+                Session(self._client, dataclasses.replace(self._opening, key=key), seat, journal)
+                for (key, seat), journal in made
+            ]
+        point, found = await self.snapshot(), list[Session]()
+        try:
+            for key in keys:
+                found.append(await self._client.open_session(key, replayable=self._journal is not None, snapshot=point))
+        except BaseException:
+            for session in found:
+                await asyncio.shield(session.close())
+            raise
+        return found
+
     async def reset(self) -> None:
-        """Returns the session to how it was opened: ends it and opens another, which is cheaper and safer than cleaning."""
+        """Returns the session to how it was opened: ends it and opens another, which is cheaper and safer than cleaning.
+
+        At our own server it keeps its key and place; the steps so far are forgotten.
+        """
         call = self._call("reset", self._client._timeout_s)
         async with self._caller.running(call), self._in_turn(call):
-            await self._end()
             if self._journal is not None:
                 self._journal = Journal()
-            await self._reopen(call)
+            if not await self._backend.reset(call, self._seat):
+                await self._end()
+                await self._reopen(call)
 
     async def close(self) -> None:
         """Ends the session. Never fails for the network's sake: a session that is not closed expires."""
@@ -276,7 +303,7 @@ class Session:
                         raise
                     await self._rebuild(call)
                 else:
-                    if self._journal is not None and operation not in ("read_file", "snapshot"):
+                    if self._journal is not None and operation not in ("read_file", "snapshot", "branch"):
                         self._journal.record(operation, arguments, result)
                     return result
         raise AssertionError("the last attempt returns or raises")

@@ -35,6 +35,7 @@ class Abilities:
     read_file: bool = False
     write_file: bool = False
     snapshot: bool = False
+    branch: bool = False
     stdin: bool = False  # of a stateless program
     session_stdin: bool = False
     cwd: bool = False
@@ -79,6 +80,7 @@ class Opening:
     functions: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     snapshot: str | None = None
+    branching: bool = False  # it will be branched from
 
 
 @dataclass(slots=True)
@@ -151,6 +153,14 @@ class Backend:
     async def snapshot(self, call: Call, seat: Seat) -> str:
         """Returns the name of a copy of the session, from which others can be opened."""
         raise Unsupported(self.name, "snapshot")
+
+    async def branch(self, call: Call, seat: Seat, keys: list[str]) -> list[Seat]:
+        """Returns sessions that go on from where this one is, one per key."""
+        raise Unsupported(self.name, "branch")
+
+    async def reset(self, call: Call, seat: Seat) -> bool:
+        """Returns the session to how it was opened, or False where it must be closed and another opened."""
+        return False
 
     async def abandon(self, call: Call, seat: Seat) -> None:
         """Ends, as well as it can, what an operation that was given up may have left running."""

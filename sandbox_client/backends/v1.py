@@ -27,6 +27,7 @@ class V1(Backend):
         call=True,
         read_file=True,
         write_file=True,
+        branch=True,
         stdin=True,
         files=True,
         state="names",
@@ -35,6 +36,10 @@ class V1(Backend):
     def headers(self, token: str) -> dict[str, str]:
         return {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
 
+    def check(self, program: Program, in_session: bool) -> None:
+        if in_session:
+            super().check(program, in_session)  # a stateless program's language is the server's to know
+
     async def ready(self, call: Call) -> wire.Readiness:
         return await call.json(Request("GET", "/readyz"), wire.parse_ready)
 
@@ -42,8 +47,10 @@ class V1(Backend):
         return await post_run(call, program, Safety.PURE if program.pure else Safety.KEYED)
 
     async def open(self, call: Call, opening: Opening) -> Seat:
-        body = wire.encode({"key": opening.key, "functions": opening.functions, "options": dict(opening.options)})
-        reply = await call.json(Request("POST", "/v1/sessions", body), _parse_open)
+        head: dict[str, Any] = {"key": opening.key, "functions": opening.functions, "options": dict(opening.options)}
+        if opening.branching:
+            head["branching"] = True
+        reply = await call.json(Request("POST", "/v1/sessions", wire.encode(head)), _parse_open)
         assert call.answered_by is not None
         return Seat(reply["session"], call.answered_by, reply["level"])
 
@@ -72,6 +79,35 @@ class V1(Backend):
 
         return await call.json(Request("POST", path, body, answer_s=head["timeout_s"] + wire.ASK_AGAIN_S), checked)
 
+    async def branch(self, call: Call, seat: Seat, keys: list[str]) -> list[Seat]:
+        reply = await self._numbered(call, seat, "branch", {"keys": keys})
+        made = call.parsed(lambda: [_parse_branch(one) for one in wire.take(reply, "sessions", list)])
+        if [key for key, _ in made] != keys:
+            raise wire.ProtocolError(f"{call.what}: wanted branches {keys}", call.attempts, may_have_executed=True)
+        return [Seat(identity, seat.endpoint, seat.level) for _, identity in made]
+
+    async def reset(self, call: Call, seat: Seat) -> bool:
+        try:
+            await self._numbered(call, seat, "reset", {})
+        except wire.RequestRefused as refusal:
+            if refusal.code != "no_such_route":
+                raise
+            return False
+        return True
+
+    async def _numbered(self, call: Call, seat: Seat, action: str, head: dict[str, Any]) -> dict[str, Any]:
+        """Performs an operation that has no time limit of its own."""
+        seat.seq += 1
+        seq = seat.seq
+
+        def checked(words: dict[str, Any]) -> dict[str, Any]:
+            if words.get("seq") != seq:
+                raise ValueError(f"wanted the reply to seq {seq}, got that to {words.get('seq')!r}")
+            return words
+
+        body = wire.encode({"seq": seq, **head})
+        return await call.json(Request("POST", f"/v1/sessions/{seat.id}/{action}", body, answer_s=_FILE_S), checked)
+
     async def read_file(self, call: Call, seat: Seat, path: str) -> bytes:
         reply = await call.ask(Request("GET", _place(seat, path), max_bytes=wire.FILE_MAX_BYTES, answer_s=_FILE_S))
         return reply.body
@@ -85,6 +121,12 @@ class V1(Backend):
 
 def _place(seat: Seat, path: str) -> str:
     return f"/v1/sessions/{seat.id}/files/{urllib.parse.quote(path, safe='')}"
+
+
+def _parse_branch(one: Any) -> tuple[str, str]:
+    if type(one) is not dict:
+        raise ValueError(f"wanted a branch as an object, got {type(one).__name__}")
+    return wire.take(one, "key", str), wire.take(one, "session", str)
 
 
 def _parse_open(reply: dict[str, Any]) -> dict[str, Any]:
