@@ -9,6 +9,7 @@ import dataclasses
 import secrets
 import time
 import urllib.parse
+from collections.abc import Coroutine
 from typing import Any
 
 from .. import wire
@@ -122,7 +123,7 @@ class E2B(Backend):
         )
         result = result_of(call, await call.ask(request), time.monotonic() - start)
         if result.outcome is Outcome.PROGRAM_TIMEOUT:
-            call.caller.loose(self.abandon(Call(call.caller, "ending a process", 5.0, endpoint=seat.endpoint), seat))
+            call.caller.loose(self._kill(Call(call.caller, "ending a process", 5.0, endpoint=seat.endpoint), seat, tag))
         seat.facts["tag"] = ""
         return result
 
@@ -192,10 +193,13 @@ class E2B(Backend):
         name: str = await call.json(request, lambda reply: wire.take(reply, "snapshotID", str))
         return name
 
-    async def abandon(self, call: Call, seat: Seat) -> None:
-        """Kills the process whose stream was given up: it would outlive it."""
-        if seat.facts["tag"]:
-            body = wire.encode({"process": {"tag": seat.facts["tag"]}, "signal": "SIGNAL_SIGKILL"})
+    def abandon(self, call: Call, seat: Seat) -> Coroutine[Any, Any, None]:
+        """Kills the process whose stream was given up, as it is now: by the time this runs there may be another."""
+        return self._kill(call, seat, seat.facts["tag"])
+
+    async def _kill(self, call: Call, seat: Seat, tag: str) -> None:
+        if tag:
+            body = wire.encode({"process": {"tag": tag}, "signal": "SIGNAL_SIGKILL"})
             head = self._headers(seat, Content_Type="application/json", Connect_Protocol_Version="1")
             request = Request("POST", "/process.Process/SendSignal", body, head, expect=(404,), own_credentials=True)
             await call.ask(request)

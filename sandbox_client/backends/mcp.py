@@ -16,6 +16,7 @@ from .backend import Abilities, Backend, Opening, Program, Seat
 
 _VERSION = "2025-06-18"
 _SESSION = "Mcp-Session-Id"
+_OF_THE_CALL = ("-32602", "-32601")  # wrong arguments, no such tool: the policy may read it
 
 
 class Mcp(Backend):
@@ -42,7 +43,7 @@ class Mcp(Backend):
         return {**super().headers(token), **own}
 
     def judge(self, call: Call, reply: Reply) -> Again | None:
-        if reply.status == 400 and b"session" in reply.body.lower():
+        if reply.status == 404 or (reply.status == 400 and b"session" in reply.body.lower()):
             raise call.lost(reply.body[:200].decode(errors="replace"))
         return judge(call, reply)
 
@@ -80,6 +81,8 @@ class Mcp(Backend):
         try:
             result = _result(call, await call.ask(request), call.id)
         except RequestRefused as failure:
+            if failure.code not in _OF_THE_CALL:
+                raise
             return CallResult(Outcome.PROGRAM_ERROR, None, failure.message, time.monotonic() - start, call.attempts)
         parts = call.parsed(lambda: [part for part in wire.take(result, "content", list) if isinstance(part, dict)])
         text = "\n".join(str(part["text"]) for part in parts if part.get("type") == "text" and "text" in part)
@@ -115,7 +118,10 @@ def _result(call: Call, reply: Reply, number: str) -> dict[str, Any]:
             raise wire.Unknown(f"{call.what}: the stream ended without the reply", call.attempts, may_have_executed=True)
         raise ProtocolError(f"{call.what}: wanted the reply to {number}", call.attempts, may_have_executed=True)
     if isinstance(answer.get("error"), dict):
-        raise RequestRefused(str(answer["error"].get("code")), str(answer["error"].get("message"))[:4096])
+        code, text = answer["error"].get("code"), str(answer["error"].get("message"))[:4096]
+        if type(code) is not int or code == -32603 or -32099 <= code <= -32000:  # the server's own trouble
+            raise wire.Unknown(f"{call.what}: {code}: {text}", call.attempts, may_have_executed=True)
+        raise RequestRefused(str(code), text)
     result: dict[str, Any] = call.parsed(lambda: wire.take(answer, "result", dict))
     return result
 

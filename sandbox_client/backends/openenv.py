@@ -15,7 +15,6 @@ from ..wire import CallResult, ExecResult, Outcome, ProtocolError, RequestRefuse
 from .backend import Abilities, Backend, Opening, Program, Seat, Unsupported
 
 _MAX_BYTES = 16 << 20
-_FULL, _OF_THE_ACTION = ("CAPACITY_REACHED",), ("VALIDATION_ERROR", "EXECUTION_ERROR")
 
 
 class OpenEnv(Backend):
@@ -119,9 +118,11 @@ class _ActionFailed(Exception):
 
 def _failure(call: Call, told: dict[str, Any]) -> Exception:
     code, text = str(told.get("code")), str(told.get("message"))[:4096]
-    if code in _OF_THE_ACTION:
+    if code == "VALIDATION_ERROR":
         return _ActionFailed(f"{code}: {text}")
-    if code in _FULL:
+    if code == "EXECUTION_ERROR":  # the environment raised: whose fault that is cannot be told, so nobody is scored for it
+        return wire.Unknown(f"{call.what}: {text}", call.attempts, may_have_executed=True)
+    if code == "CAPACITY_REACHED":
         return wire.Overloaded(f"{call.what}: {text}", call.attempts, may_have_executed=False)
     if code == "SESSION_ERROR":
         return call.lost(text)

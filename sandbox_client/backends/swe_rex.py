@@ -20,6 +20,7 @@ from .connect import multipart
 
 _FAILED = 511  # the status of an exception of the runtime
 _FILE_S = 30.0
+_OF_THE_COMMAND = ("CommandTimeoutError", "NonZeroExitCodeError", "NoExitCodeError", "BashIncorrectSyntaxError")
 
 
 class SweRex(Backend):
@@ -104,6 +105,8 @@ class SweRex(Backend):
         try:
             value = await call.json(request, _read_action)
         except RequestRefused as failure:
+            if failure.code not in _OF_THE_COMMAND:
+                raise
             late = failure.code == "CommandTimeoutError"
             outcome = Outcome.PROGRAM_TIMEOUT if late else Outcome.PROGRAM_ERROR
             return CallResult(outcome, None, f"{failure.code}: {failure.message}", time.monotonic() - start, call.attempts)

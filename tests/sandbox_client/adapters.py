@@ -212,3 +212,10 @@ def play(name: str, request: pytest.FixtureRequest, questions: Callable[[World],
             return answer
 
     return asyncio.run(run())
+
+
+async def until_true(true: Callable[[], bool]) -> None:
+    """Waits for what happens at the other end."""
+    async with asyncio.timeout(5.0):
+        while not true():  # noqa: ASYNC110 (the other end sends no events)
+            await asyncio.sleep(0.001)

@@ -36,10 +36,11 @@ def pieces(data: bytes, size: int = 32_768) -> list[bytes]:
 class Fake:
     """What the fake remembers, for the tests to look at."""
 
-    def __init__(self, machine: Machine, with_context: bool = True) -> None:
+    def __init__(self, machine: Machine) -> None:
         self.machine = machine
         self.sandboxes: dict[str, dict[str, Any]] = {}
         self.kills: list[str] = []
+        self.made = 0
         self.seen: list[tuple[str, dict[str, str]]] = []
         self.names: dict[str, dict[str, Any]] = {}
 
@@ -85,7 +86,8 @@ class Fake:
 
     async def create(self, request: web.Request) -> web.Response:
         head = await request.json()
-        name = f"i{len(self.sandboxes)}sandbox"
+        self.made += 1
+        name = f"i{self.made}sandbox"
         self.sandboxes[name] = head
         made = {"sandboxID": name, "templateID": head["templateID"], "clientID": "c", "envdVersion": "0.5.7"}
         return web.json_response({**made, "envdAccessToken": TOKEN, "domain": None}, status=201)
