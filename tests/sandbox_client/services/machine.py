@@ -42,7 +42,7 @@ class Machine:
         process = await asyncio.create_subprocess_exec(
             *words,
             cwd=self.place / (cwd or ""),
-            env={"PATH": os.environ["PATH"], "LANG": "C.UTF-8", **(env or {})},
+            env={"PATH": os.environ["PATH"], "LANG": "C.UTF-8", "HOME": str(self.place), **(env or {})},
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
