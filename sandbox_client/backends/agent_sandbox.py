@@ -10,6 +10,7 @@ import posixpath
 import shlex
 import time
 import urllib.parse
+from collections.abc import Callable
 from typing import Any
 
 from .. import wire
@@ -48,21 +49,21 @@ class AgentSandbox(Backend):
         warm_pool: str = "",
         namespace: str = "default",
         kubernetes_url: str = "",
-        kubernetes_token: str = "",
+        kubernetes_token: str | Callable[[], str] = "",
         port: int = 8888,
         home: str = "/app",
         life_s: int = 3600,
     ) -> None:
         """Args:
         warm_pool: that claims name; without one a session is opened with options={"sandbox": NAME}
-        kubernetes_url: of the API server; its token is sent there and nowhere else
+        kubernetes_url: of the API server; its token, or what returns the present one, is sent there and nowhere else
         port: of the runtime inside a sandbox
         home: where the runtime keeps files and relative paths begin
         life_s: after which the cluster ends a claim that nobody closed
         """
         self._pool, self._namespace, self._port, self._home, self._life_s = warm_pool, namespace, port, home, life_s
         self._cluster = Endpoint(kubernetes_url, 16) if kubernetes_url else None
-        self._cluster_headers = {"Authorization": f"Bearer {kubernetes_token}", "Content-Type": "application/json"}
+        self._cluster_token = kubernetes_token
 
     async def open(self, call: Call, opening: Opening) -> Seat:
         name, claim = str(opening.options.get("sandbox", "")), ""
@@ -91,11 +92,11 @@ class AgentSandbox(Backend):
             "spec": {"warmPoolRef": {"name": self._pool}, "lifecycle": {"shutdownTime": end, "shutdownPolicy": "Delete"}},
         }
         place = f"{_API}/namespaces/{self._namespace}/sandboxclaims"
-        make = Request("POST", place, wire.encode(claim), self._cluster_headers, expect=(409,), own_credentials=True)
+        make = Request("POST", place, wire.encode(claim), self._cluster_headers(), expect=(409,), own_credentials=True)
         await call.ask(make)  # 409: an earlier sending of this request has made it
         wait_s = _POLL_S
         while True:
-            look = Request("GET", f"{place}/{name}", headers=self._cluster_headers, own_credentials=True)
+            look = Request("GET", f"{place}/{name}", headers=self._cluster_headers(), own_credentials=True)
             bound, hopeless = await call.json(look, _read_claim)
             if bound:
                 return bound
@@ -105,6 +106,10 @@ class AgentSandbox(Backend):
                 raise wire.Overloaded(f"{call.what}: no sandbox of warm pool {self._pool} became ready", call.attempts)
             await asyncio.sleep(wait_s)
             wait_s = min(1.5 * wait_s, _POLL_MAX_S)
+
+    def _cluster_headers(self) -> dict[str, str]:
+        token = self._cluster_token if isinstance(self._cluster_token, str) else self._cluster_token()
+        return {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
 
     def _headers(self, seat: Seat, timeout_s: float, kind: str = "application/json") -> dict[str, str]:
         return {
@@ -150,7 +155,7 @@ class AgentSandbox(Backend):
         if seat.facts["claim"] and self._cluster is not None:
             call.endpoint = self._cluster
             place = f"{_API}/namespaces/{self._namespace}/sandboxclaims/{seat.facts['claim']}"
-            await call.ask(Request("DELETE", place, headers=self._cluster_headers, expect=(404,), own_credentials=True))
+            await call.ask(Request("DELETE", place, headers=self._cluster_headers(), expect=(404,), own_credentials=True))
 
 
 def _read_claim(reply: dict[str, Any]) -> tuple[str, str]:
