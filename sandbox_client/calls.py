@@ -152,9 +152,8 @@ class Caller:
     @contextlib.asynccontextmanager
     async def running(self, call: Call) -> AsyncIterator[None]:
         """Around a whole operation: closing the client ends it with Cancelled."""
-        transport_task = asyncio.current_task()
-        assert transport_task is not None
-        task = transport_task
+        task = asyncio.current_task()
+        assert task is not None
         self._opened()
         self._tasks[task] = self._tasks.get(task, 0) + 1
         try:

@@ -133,8 +133,16 @@ class Cancelled(InfrastructureError):
     """The client was closed under the call."""
 
 
+_OF_WHAT_WAS_ASKED = frozenset({"too_large", "no_such_file", "bad_request", "language_unknown", "unreadable"})
+
+
 class RequestRefused(Exception):
     """A request that will never succeed as it stands."""
+
+    @property
+    def caused_by_policy(self) -> bool:
+        """Whether it may be told to the policy: the program or the path that it gave is at fault, and not the set-up."""
+        return self.code in _OF_WHAT_WAS_ASKED
 
     def __init__(self, code: str, message: str, remedy: str | None = None) -> None:
         super().__init__(f"{message}; {remedy}" if remedy else message)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+from aiohttp import web
 from launching import Running
 from services import agent_sandbox, e2b, fusion, mcp, openenv, prime, swe_rex
 from services.machine import Machine, serving
@@ -51,9 +52,24 @@ class World:
         return await self.client.run_code(code, language, timeout_s=timeout_s)
 
 
+def cutting(app: web.Application, path: str) -> web.Application:
+    """`app`, which carries out a request below `path` and then closes its connection without a reply."""
+
+    @web.middleware
+    async def cut(request: web.Request, handler: Any) -> web.StreamResponse:
+        response: web.StreamResponse = await handler(request)
+        if request.path.startswith(path):
+            assert request.transport is not None
+            request.transport.abort()
+        return response
+
+    app.middlewares.append(cut)
+    return app
+
+
 @contextlib.asynccontextmanager
-async def world(name: str, server: Running | None = None) -> AsyncIterator[World]:
-    """A world of the adapter `name`."""
+async def world(name: str, server: Running | None = None, cut: str = "") -> AsyncIterator[World]:
+    """A world of the adapter `name`, which loses the replies to what is asked below the path `cut`."""
     with tempfile.TemporaryDirectory(prefix="sandbox-test-") as place:
         machine = Machine(Path(place))
         if name == "v1":
@@ -68,7 +84,10 @@ async def world(name: str, server: Running | None = None) -> AsyncIterator[World
                     yield await _opened(client, None, None)
             return
         app, token, make, fake = _fake(name, machine, place)
-        async with serving(app) as url, _client(url + ("/mcp" if name == "mcp" else ""), token, make(url)) as client:
+        async with (
+            serving(cutting(app, cut) if cut else app) as url,
+            _client(url + ("/mcp" if name == "mcp" else ""), token, make(url)) as client,
+        ):
             yield await _opened(client, machine, fake)
 
 

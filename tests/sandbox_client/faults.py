@@ -48,7 +48,7 @@ def body_of(word: str, honest: bytes) -> bytes:
         case "huge":
             return b'{"value":"' + b"x" * (8 << 20) + b'"}'
         case "bomb":
-            return gzip.compress(b'{"value":"' + b"x" * (4 << 20) + b'"}', 1)
+            return gzip.compress(honest + b" " * (3 << 20), 1)  # well-formed, and within the limit of a reply
         case "packed":
             return gzip.compress(honest)
         case "deflated":
@@ -77,6 +77,7 @@ class FaultServer:
         self.script = list(script)
         self.scripts = {name: list(words) for name, words in (scripts or {}).items()}
         self.executions: Counter[str] = Counter()
+        self.codes: dict[str, str] = {}  # by key, the program that was run under it
         self.requests = 0
         self.opened: list[str] = []
         self.accepted = 0
@@ -93,8 +94,8 @@ class FaultServer:
     def live(self) -> int:
         return sum(not connection.is_closing() for connection in self._connections)
 
-    def execute(self, key: str) -> int:
-        if key not in self._memory:
+    def execute(self, key: str, remembered: bool = True) -> int:
+        if key not in self._memory or not remembered:
             self.executions[key] += 1
             self._memory[key] = sum(self.executions.values())
         return self._memory[key]
@@ -171,7 +172,9 @@ class FaultServer:
             writer.write(http(int(status), text, *[f"Retry-After: {after}"] * bool(after), *extra))
         else:
             seq = head.get("seq", 0)
-            value = self.execute(str(head.get("key") or f"{session}/{seq}"))
+            key = str(head.get("key") or f"{session}/{seq}")
+            self.codes[key] = str(head.get("code"))
+            value = self.execute(key, remembered=bool(self._wire or seq))
             await self._reply(word, OK % (seq, value) if seq else self._run_reply(value), call_id, writer, extra)
 
     @staticmethod
