@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxagent.types import ToolCall, ToolRecord, ToolSpec
-from sandbox_client import InfrastructureError
+from sandbox_client import InfrastructureError, RequestRefused
 
 _JSON_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object"}
 _CHECKS: dict[str, Callable[[Any], bool]] = {
@@ -105,7 +105,7 @@ def fault_of(spec: ToolSpec, arguments: dict[str, Any]) -> str:
 
 
 async def dispatch(tools: Sequence[Tool], call: ToolCall) -> ToolRecord:
-    """Runs a call under its tool's deadline. Raises only InfrastructureError."""
+    """Runs a call under its tool's deadline. Raises only InfrastructureError, and RequestRefused for a wrong set-up."""
     record = ToolRecord(call.name, call.arguments, "ok", "")
     found = next((tool for tool in tools if tool.spec.name == call.name), None)
     fault = fault_of(found.spec, call.arguments) if found else ""
@@ -133,6 +133,8 @@ async def _run(found: Tool, record: ToolRecord) -> None:
     except ToolFailed as error:
         record.outcome, record.result = "error", str(error)
     except (Exception, SystemExit) as error:  # the tool's own fault: the policy may read it
+        if isinstance(error, RequestRefused) and not error.caused_by_policy:
+            raise  # a token that has run out is nothing that a policy could learn from
         if isinstance(error, TimeoutError) and deadline.expired():
             record.outcome, record.result = "timeout", f"error: no result within {found.timeout_s:g} s"
         else:

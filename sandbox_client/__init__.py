@@ -3,8 +3,12 @@
 Imports nothing of jaxagent's and no JAX; it could be published alone.
 """
 
-from .client import AiohttpTransport, Reply, SandboxClient, Session, Transport
+from .backends.backend import Abilities, Backend, Program, Unsupported
+from .blocking import BlockingClient, BlockingSession
+from .cache import PureCache
+from .client import SandboxClient, Session, Snapshot
 from .embedded import EmbeddedServer
+from .transport import AiohttpTransport, Reply, Request, Safety, Transport
 from .wire import (
     CallResult,
     Cancelled,
@@ -23,7 +27,11 @@ from .wire import (
 )
 
 __all__ = [
+    "Abilities",
     "AiohttpTransport",
+    "Backend",
+    "BlockingClient",
+    "BlockingSession",
     "CallResult",
     "Cancelled",
     "CodeRefused",
@@ -32,15 +40,21 @@ __all__ = [
     "InfrastructureError",
     "Outcome",
     "Overloaded",
+    "Program",
     "ProtocolError",
+    "PureCache",
     "Readiness",
     "Reply",
+    "Request",
     "RequestRefused",
+    "Safety",
     "SandboxClient",
     "SandboxStartError",
     "Session",
     "SessionLost",
+    "Snapshot",
     "Transport",
     "Unknown",
     "Unreachable",
+    "Unsupported",
 ]

@@ -28,10 +28,12 @@ EXEC_OUTPUT_BYTES = 64 << 10
 RUN_OUTPUT_BYTES = 1 << 20
 KILL_MARGIN_S = 1.0  # the server kills this long after the program's own deadline
 CLIENT_MARGIN_S = 5.0  # and the client gives up this long after it
+ASK_AGAIN_S = 2.0  # so long after it a reply that is not here is a reply lost, and the server is asked again where that is safe
 SERVER_KEEP_ALIVE_S = 75
 CLIENT_KEEP_ALIVE_S = 3.0  # shorter than the server's, so that an idle socket is never closed under a request
 MAX_TIMEOUT_S = 600.0
 WIRE_HEADER = "x-sandbox-wire"  # a server that sends it answers a repeated key or seq from memory
+WRECKED = (500, 502, 504, 524)  # statuses that say nothing about whether the request was carried out
 LEVELS = ("L0", "L1", "L2", "L3")
 
 
@@ -42,6 +44,7 @@ class Outcome(enum.StrEnum):
     PROGRAM_ERROR = "program_error"
     PROGRAM_TIMEOUT = "program_timeout"
     PROGRAM_OOM = "program_oom"
+    OUTPUT_TRUNCATED = "output_truncated"  # it was ended for printing too much; a result that was merely cut says dropped_bytes
     DENIED = "denied"  # it asked for a function or a language that the session does not have
 
 
@@ -130,8 +133,16 @@ class Cancelled(InfrastructureError):
     """The client was closed under the call."""
 
 
+_OF_WHAT_WAS_ASKED = frozenset({"too_large", "no_such_file", "bad_request", "language_unknown", "unreadable"})
+
+
 class RequestRefused(Exception):
     """A request that will never succeed as it stands."""
+
+    @property
+    def caused_by_policy(self) -> bool:
+        """Whether it may be told to the policy: the program or the path that it gave is at fault, and not the set-up."""
+        return self.code in _OF_WHAT_WAS_ASKED
 
     def __init__(self, code: str, message: str, remedy: str | None = None) -> None:
         super().__init__(f"{message}; {remedy}" if remedy else message)
@@ -194,6 +205,18 @@ def take(reply: dict[str, Any], key: str, *types: type) -> Any:
     if type(value) not in types:
         raise ValueError(f"wanted {key!r} as {'/'.join(t.__name__ for t in types)}, got {type(value).__name__}")
     return value
+
+
+def shorten(text: str, max_bytes: int) -> tuple[str, int]:
+    """Returns `text` with its middle left out, at most `max_bytes` in UTF-8, and how many bytes were dropped."""
+    if 4 * len(text) <= max_bytes:
+        return text, 0
+    data = text.encode(errors="replace")
+    if len(data) <= max_bytes:
+        return text, 0
+    head = max_bytes // 2
+    kept = data[:head].decode(errors="ignore") + data[len(data) - (max_bytes - head) :].decode(errors="ignore")
+    return kept, len(data) - len(kept.encode())
 
 
 _NONE = type(None)

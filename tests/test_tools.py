@@ -14,7 +14,7 @@ import pytest
 
 from jaxagent.tools import Tool, dispatch, fault_of, tool
 from jaxagent.types import ToolCall, ToolRecord, ToolSpec
-from sandbox_client import SessionLost
+from sandbox_client import RequestRefused, SessionLost
 
 
 def search(query: str, limit: int = 10, exact: bool = False) -> list[str]:
@@ -213,6 +213,20 @@ def test_a_failure_of_the_infrastructure_is_raised_and_never_a_result() -> None:
 
     with pytest.raises(SessionLost, match="the sandbox is gone"):
         call(tool(fetch), x=0)
+
+
+def test_a_sandbox_that_refuses_is_raised_unless_it_refuses_what_the_policy_asked_for() -> None:
+    def fetch_fn(code: str) -> Tool:
+        async def fetch(x: int) -> str:
+            raise RequestRefused(code, "not so")
+
+        return tool(fetch)
+
+    for code in ("unauthorized", "code_refused", "no_such_route", "claim_failed", "unsupported"):
+        with pytest.raises(RequestRefused, match="not so"):
+            call(fetch_fn(code), x=0)
+    for code in ("too_large", "no_such_file"):
+        assert call(fetch_fn(code), x=0).outcome == "error"
 
 
 def test_a_result_that_is_no_text_is_made_one() -> None:

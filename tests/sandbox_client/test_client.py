@@ -6,12 +6,12 @@ import json
 import random
 import socket
 import time
-from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
 from conftest import ask
+from faults import FaultServer, http
 from launching import Running
 
 from sandbox_client import (
@@ -27,110 +27,6 @@ from sandbox_client import (
     Unknown,
     Unreachable,
 )
-
-OK = b'{"seq":%d,"outcome":"ok","value":%d,"error":null,"elapsed_s":0.0,"session_lost":false}'
-
-
-def http(status: int, body: bytes, *headers: str) -> bytes:
-    lines = [f"HTTP/1.1 {status} x", f"Content-Length: {len(body)}", *headers, "", ""]
-    return "\r\n".join(lines).encode() + body
-
-
-class FaultServer:
-    """Answers by script, one word per request, then honestly; remembers every seq and key that it has executed.
-
-    Words: reset (before executing), lose (executes, then resets), stall (executes, never answers), drip (a byte a
-    tenth of a second), garbage, huge, endless, nan, crossed (the reply of another seq), gzip, half (a body cut short),
-    or a status code with an optional Retry-After, as in 429:0.01.
-    """
-
-    def __init__(self, script: Sequence[str], announces_memory: bool = True) -> None:
-        self.script = list(script)
-        self.executions: Counter[str] = Counter()
-        self.requests = 0
-        self._memory: dict[str, int] = {}
-        self._wire = ["x-sandbox-wire: 1"] if announces_memory else []
-        self._connections: set[asyncio.StreamWriter] = set()
-
-    def execute(self, key: str) -> int:
-        if key not in self._memory:
-            self.executions[key] += 1
-            self._memory[key] = sum(self.executions.values())
-        return self._memory[key]
-
-    @contextlib.asynccontextmanager
-    async def serving(self, port: int = 0) -> AsyncIterator[str]:
-        server = await asyncio.start_server(self._connected, "127.0.0.1", port)
-        try:
-            yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        finally:
-            server.close()
-            for connection in self._connections:
-                connection.transport.abort()
-            await asyncio.sleep(0)
-
-    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._connections.add(writer)
-        with contextlib.suppress(OSError, asyncio.IncompleteReadError):
-            while True:
-                head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
-                length = int(head.partition("content-length: ")[2].partition("\r\n")[0] or 0)
-                await self._answer(head.split(" ")[1], await reader.readexactly(length), writer)
-        writer.close()
-
-    async def _answer(self, path: str, body: bytes, writer: asyncio.StreamWriter) -> None:
-        self.requests += 1
-        if path == "/v1/sessions":
-            writer.write(http(200, b'{"session":"s","level":"L2"}', *self._wire))
-            return
-        word = self.script.pop(0) if self.script else "honest"
-        head = json.loads(body or b"{}")
-        if word == "reset":
-            writer.transport.abort()
-        elif word[0].isdigit():
-            status, _, after = word.partition(":")
-            writer.write(http(int(status), b'{"error":{"code":"x","message":"y"}}', *[f"Retry-After: {after}"] * bool(after)))
-        else:
-            seq = head.get("seq", 0)
-            value = self.execute(str(head.get("key", seq)))
-            await self._reply(word, OK % (seq, value) if seq else self._run_reply(value), writer)
-
-    @staticmethod
-    def _run_reply(value: int) -> bytes:
-        result = {"status": "Finished", "return_code": 0, "stdout": str(value), "stderr": "", "execution_time": 0.1}
-        return json.dumps({"status": "Success", "message": "", "run_result": result, "files": {}}).encode()
-
-    async def _reply(self, word: str, honest: bytes, writer: asyncio.StreamWriter) -> None:
-        if word == "lose":
-            writer.transport.abort()
-        elif word == "stall":
-            await asyncio.sleep(60)
-        elif word == "drip":
-            for byte in http(200, honest):
-                writer.write(bytes([byte]))
-                await writer.drain()
-                await asyncio.sleep(0.1)
-        elif word == "endless":
-            writer.write(b"HTTP/1.1 200 x\r\nTransfer-Encoding: chunked\r\n\r\n")
-            while True:
-                writer.write(b"10000\r\n" + b"x" * 65536 + b"\r\n")
-                await writer.drain()
-        elif word == "half":
-            writer.write(http(200, honest)[:-5])
-            writer.transport.write_eof()
-            await asyncio.sleep(0)
-            writer.transport.abort()
-        else:
-            bodies = {
-                "garbage": b"<html>gateway</html>",
-                "nan": honest.replace(b'"value":', b'"value":NaN,"was":'),
-                "crossed": honest.replace(b'"seq":', b'"seq":9'),
-                "gzip": b"\x1f\x8b" + b"\0" * 100,
-                "huge": b'{"value":"' + b"x" * (8 << 20) + b'"}',
-            }
-            writer.write(http(200, bodies.get(word, honest), *self._wire))
-            await writer.drain()
-
 
 Question = Callable[[SandboxClient], Awaitable[Any]]
 
@@ -157,7 +53,7 @@ def test_a_keyed_call_survives_the_fault_and_runs_once(fault: str, times: int) -
     server = FaultServer([fault] * times)
     result = against(server, calling())
     assert (result.outcome, result.value, result.attempts) == (Outcome.OK, 1, times + 1)
-    assert server.executions == {"1": 1}
+    assert server.executions == {"key/1": 1}
 
 
 @pytest.mark.parametrize("fault", ["garbage", "huge", "endless", "nan", "crossed", "gzip"])
@@ -166,7 +62,7 @@ def test_a_reply_that_cannot_be_trusted_is_a_protocol_error(fault: str) -> None:
     with pytest.raises(ProtocolError) as error:
         against(server, calling())
     assert error.value.may_have_executed
-    assert server.executions == {"1": 1}
+    assert server.executions == {"key/1": 1}
 
 
 @pytest.mark.parametrize("fault", ["stall", "drip"])
@@ -178,7 +74,7 @@ def test_a_reply_too_slow_is_unknown_at_the_deadline_and_not_later(fault: str, m
         against(server, calling(timeout_s=0.2))
     assert 0.5 <= time.monotonic() - start < 1.5
     assert error.value.may_have_executed
-    assert server.executions == {"1": 1}
+    assert server.executions == {"key/1": 1}
 
 
 @pytest.mark.parametrize("storm", ["429:0.02", "429:1e12", "503:-5", "429:inf", "429:nan"])
@@ -206,7 +102,7 @@ def test_refused_connections_are_retried_until_the_server_is_there() -> None:
             async with server.serving(port):
                 session = await opening
                 assert (await session.call("add", {})).attempts == 1
-        assert server.executions == {"1": 1}
+        assert server.executions == {"key/1": 1}
 
     asyncio.run(late())
 
@@ -270,7 +166,7 @@ def test_cancelling_at_any_moment_leaks_nothing_and_the_session_goes_on() -> Non
             with contextlib.suppress(asyncio.CancelledError):
                 await call
         assert (await session.call("add", {})).outcome is Outcome.OK
-        assert len(asyncio.all_tasks()) <= 2 + len(client._in_flight) + 8  # ours and the server's connections
+        assert len(asyncio.all_tasks()) <= 2 + client._caller.in_flight + 8  # ours and the server's connections
 
     server = FaultServer([])
     against(server, cancel)
@@ -386,7 +282,7 @@ def test_under_any_cutting_of_connections_every_call_runs_exactly_once(server: R
 
 def _with_host(url: str) -> Any:
     class Transport(AiohttpTransport):
-        async def send(self, method: str, path: str, headers: dict[str, str], *rest: Any) -> Any:
-            return await super().send(method, path, {**headers, "Host": url.removeprefix("http://")}, *rest)
+        async def send(self, request: Any, to: str, headers: dict[str, str], *rest: Any) -> Any:
+            return await super().send(request, to, {**headers, "Host": url.removeprefix("http://")}, *rest)
 
     return Transport

@@ -1,0 +1,1 @@
+"""One file per service: how its protocol carries the operations of the one session model."""

@@ -1,0 +1,44 @@
+"""The client for scripts: the same operations, each waiting for its result, beside a loop that runs already."""
+
+import asyncio
+import threading
+
+import pytest
+from conftest import Running
+
+from sandbox_client import BlockingClient, Cancelled, Outcome, RequestRefused
+
+
+def test_a_script_needs_no_loop_of_its_own(server: Running) -> None:
+    with BlockingClient(server.url, server.token) as client:
+        assert client.ready().code
+        assert client.run_code("print(2)").stdout == "2\n"
+        with client.open_session("blocking", "counting") as session:
+            assert session.call("add", {"amount": 2}).value == 2
+            assert session.exec("x = 3\nx").value == "3"
+            session.write_file("a", b"1")
+            assert session.read_file("a") == b"1"
+            with pytest.raises(RequestRefused):
+                session.read_file("b")
+            session.reset()
+            assert session.exec("x").outcome is Outcome.PROGRAM_ERROR
+            assert session.call("add", {"amount": 2}).value == 2
+        assert client.metrics()["client/attempts"] > 5
+    assert not [thread for thread in threading.enumerate() if thread.name == "sandbox-client"]
+    client.close()
+
+
+def test_it_works_where_a_loop_runs_already(server: Running) -> None:
+    async def notebook() -> str:
+        with BlockingClient(server.url, server.token) as client:
+            return client.run_code("print(1)").stdout
+
+    assert asyncio.run(notebook()) == "1\n"
+
+
+def test_a_closed_client_says_so(server: Running) -> None:
+    client = BlockingClient(server.url, server.token)
+    client._loop.run(client._client.close())
+    with pytest.raises(Cancelled, match="the client is closed"):
+        client.run_code("1")
+    client.close()
