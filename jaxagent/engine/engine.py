@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -21,11 +21,14 @@ import numpy as np
 from flax import nnx
 
 from jaxagent.engine.cache import new_cache
+from jaxagent.engine.control_table import ControlTable, wants_controls
+from jaxagent.engine.controls import ControlSizes, new_controls
 from jaxagent.engine.slots import Row, SlotTable
 from jaxagent.engine.steps import make_steps, new_rows
+from jaxagent.engine.stops import end_of
 from jaxagent.models.transformer import Decoder, DecoderConfig, Params, logical_axes, params_of
 from jaxagent.sharding import DeviceMesh
-from jaxagent.types import Sample, SampleRequest
+from jaxagent.types import Sample, SampleRequest, Vocabulary
 
 QUIET_S = 0.0005  # requests that arrive closer together than this are decoded together
 
@@ -45,6 +48,12 @@ class EngineOptions:
     linger: float = 0.3  # longest wait for company, as a share of a decode call
     dtype: str = "float32"  # of the sampler's weights and cache
     record_routing: bool = False  # a mixture's experts are recorded for every token, so that training can take the same
+    bias_entries: int = 16  # most entries of a request's logit_bias
+    stop_sequences: int = 8  # most stop sequences of a request
+    stop_sequence_tokens: int = 12  # most tokens of one
+    top_logprobs: int = 0  # most likely tokens that a request may ask for beside the sampled one
+    prompt_logprobs: bool = False  # whether a request may ask for the log-probs of what it feeds
+    constraint_states: int = 0  # states of all constraints in use; each takes a bit per token: 19 KB for 152K tokens
 
     def __post_init__(self) -> None:
         if self.slot_tokens % self.chunk:
@@ -70,18 +79,30 @@ class EngineStats:
 class Engine:
     """Samples turns for many trajectories at once, on the weights last published. Implements `types.Sampler`.
 
-    `mesh` is one replica: only its tensor axis may be larger than 1.
+    `mesh` is one replica: only its tensor axis may be larger than 1. `vocabulary` says what tokens mean, for stop strings and
+    constraints; without one they are refused.
     """
 
-    def __init__(self, config: DecoderConfig, options: EngineOptions, mesh: DeviceMesh):
+    def __init__(self, config: DecoderConfig, options: EngineOptions, mesh: DeviceMesh, vocabulary: Vocabulary | None = None):
         self.options = o = options
         self.table = SlotTable(o.slots, o.slot_tokens, o.fork_min_tokens)
         dtype = jnp.dtype(o.dtype)
         self._steps = make_steps(
-            config, dtype=dtype, chunk=o.chunk, decode_tokens=o.decode_tokens, mesh=mesh, record_routing=o.record_routing
+            config,
+            dtype=dtype,
+            chunk=o.chunk,
+            decode_tokens=o.decode_tokens,
+            mesh=mesh,
+            record_routing=o.record_routing,
+            top_logprobs=o.top_logprobs,
         )
         self._cache = mesh.place(new_cache(config, o.slots, o.slot_tokens, dtype), (None, "kv_heads"))
-        self._rows = mesh.place(new_rows(o.slots, o.stop_tokens))
+        sizes = ControlSizes(o.slot_tokens, o.bias_entries, o.stop_sequences, o.stop_sequence_tokens)
+        self.controls = ControlTable(sizes, config.vocab_size, mesh, vocabulary, o.constraint_states)
+        plain = new_rows(o.slots, o.stop_tokens)
+        self._rows = mesh.place({**plain, **new_controls(o.slots, sizes)})
+        self._arming = {name: np.zeros(old.shape, old.dtype) for name, old in plain.items()}
+        self._arming |= {"controlled": np.zeros(o.slots, bool), "mask": np.zeros(o.slots, bool)}
         skeleton = nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0)))
         self._shardings = mesh.shardings(logical_axes(skeleton), params_of(skeleton)[1])
         self._mesh = mesh
@@ -108,10 +129,22 @@ class Engine:
             raise ValueError(
                 f"trajectory {request.trajectory!r}: token {strange[0]} is not in a vocabulary of {self._vocab_size}"
             )
+        if fault := self._settings_fault(request):
+            raise ValueError(f"trajectory {request.trajectory!r}: {fault}")
+        if request.sampling.constraint is not None:
+            await asyncio.to_thread(self.controls.compile, request)  # may take a second, the first time
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Sample] = loop.create_future()
         self._post(lambda: self._accept(request, (loop, future)))
         return await future
+
+    def _settings_fault(self, request: SampleRequest) -> str:
+        s, o = request.sampling, self.options
+        if not 0 <= s.top_logprobs <= o.top_logprobs:
+            return f"at most {o.top_logprobs} top_logprobs (engine.top_logprobs), got {s.top_logprobs}"
+        if s.prompt_logprobs and not o.prompt_logprobs:
+            return "prompt_logprobs are off in this engine (engine.prompt_logprobs)"
+        return self.controls.fault(request)
 
     def release(self, trajectory: str) -> None:
         """Frees the slot of a trajectory; unknown names are fine, so that a caller may always release."""
@@ -195,9 +228,10 @@ class Engine:
     def _tick(self) -> None:
         began = time.monotonic()
         self._prefill()
-        decoded = self._steps.decode(self._params, self._cache, self._rows, self._armed)
-        self._cache, self._rows, tokens, logprobs, routing = decoded
+        decoded = self._steps.decode(self._params, self._cache, self._rows, self._armed, self.controls.grammars)
+        self._cache, self._rows, tokens, logprobs, routing, top = decoded
         self._armed = self._no_arming()
+        self._keep_top(top)
         tokens_CN, logprobs_CN = np.asarray(tokens), np.asarray(logprobs)
         self._collect(tokens_CN, logprobs_CN, None if routing is None else np.asarray(routing))
         self._segment_s = time.monotonic() - began
@@ -216,6 +250,17 @@ class Engine:
             self._fork(forks[i : i + rows])
         for row in begun:
             self._arm(row)
+        self._control([row for row in begun if self._armed["controlled"][row.slot]])
+
+    def _control(self, begun: list[Row]) -> None:
+        """Writes the controls of new turns that have some."""
+        width = self.options.append_rows
+        for i in range(0, len(begun), width):
+            slot_R, controls = self.controls.controls(begun[i : i + width], width, self._in_progress())
+            self._rows = self._steps.settle(self._rows, slot_R, controls)
+
+    def _in_progress(self) -> list[SampleRequest]:
+        return [row.request for row in self.table.rows.values() if row.request]
 
     def _append(self, bucket: int, work: list[tuple[Row, list[int]]]) -> None:
         rows = self.options.append_rows
@@ -224,7 +269,13 @@ class Engine:
         for i, (row, tokens) in enumerate(work):
             slot_R[i], start_R[i], count_R[i] = row.slot, row.cached, len(tokens)
             token_RA[i, : len(tokens)] = tokens
-        self._cache, routing = self._steps.append(self._params, self._cache, slot_R, token_RA, start_R, count_R)
+        score = self._score(work)
+        appended = self._steps.append(self._params, self._cache, slot_R, token_RA, start_R, count_R, score)
+        self._cache, routing, logprobs = appended
+        if score is not None and score[1].any():
+            logprobs_RA = np.asarray(logprobs)
+            for i, (row, tokens) in enumerate(work):
+                row.fed_logprobs += logprobs_RA[i, : len(tokens)].tolist()
         if routing is not None:
             routing_RA = np.asarray(routing)
             for i, (row, tokens) in enumerate(work):
@@ -233,6 +284,17 @@ class Engine:
                     row.prompt_routing.append(row.routing[-1])
         self._stats.append_calls += 1
         self._stats.prefilled += int(count_R.sum())
+
+    def _score(self, work: list[tuple[Row, list[int]]]) -> tuple[np.ndarray, np.ndarray] | None:
+        """What `append` needs to tell the log-probs of fed tokens: what follows each row's, and at which temperature."""
+        if not self.options.prompt_logprobs:
+            return None
+        next_R, temperature_R = np.zeros(self.options.append_rows, np.int32), np.zeros(self.options.append_rows, np.float32)
+        for i, (row, tokens) in enumerate(work):
+            next_R[i] = row.backlog[len(tokens)] if len(row.backlog) > len(tokens) else row.pending
+            if row.request and row.request.sampling.prompt_logprobs:
+                temperature_R[i] = row.request.sampling.temperature or 1.0
+        return next_R, temperature_R
 
     def _fork(self, forks: list[Row]) -> None:
         src_R = np.zeros(self.options.append_rows, np.int32)
@@ -267,6 +329,7 @@ class Engine:
             "temperature": request.sampling.temperature,
             "top_k": request.sampling.top_k,
             "top_p": request.sampling.top_p,
+            "controlled": wants_controls(request.sampling),
         }
         for name, value in state.items():
             self._armed[name][row.slot] = value
@@ -274,8 +337,15 @@ class Engine:
         self._armed["stop"][row.slot, : len(request.stop)] = request.stop
 
     def _no_arming(self) -> dict[str, np.ndarray]:
-        rows = {name: np.zeros(old.shape, old.dtype) for name, old in self._rows.items()}
-        return {"mask": np.zeros(self.options.slots, bool), **rows}
+        return {name: np.zeros_like(value) for name, value in self._arming.items()}
+
+    def _keep_top(self, top: tuple[jax.Array, jax.Array] | None) -> None:
+        """Hands the likeliest tokens of a call to the rows that asked for them; elsewhere they are not fetched."""
+        asking = [row for row in self.table.by_slot if row and row.request and row.request.sampling.top_logprobs]
+        if top is not None and asking:
+            token_CNn, logprob_CNn = np.asarray(top[0]), np.asarray(top[1])
+            for row in asking:
+                row.top.append((token_CNn[row.slot], logprob_CNn[row.slot]))
 
     def _collect(self, tokens_CN: np.ndarray, logprobs_CN: np.ndarray, routing_CN: np.ndarray | None) -> None:
         """Hands the emitted tokens to their rows and answers the turns that ended."""
@@ -292,28 +362,52 @@ class Engine:
             if routing_CN is not None:
                 row.routing.append(routing_CN[row.slot, :n])
             self._stats.sampled += n
-            stopped = row.tokens[-1] in row.request.stop
-            if stopped or len(row.tokens) == row.request.sampling.max_tokens:
+            end = end_of(row.tokens, len(row.tokens) - n, row.request, self.controls.pieces)
+            if end is not None or len(row.tokens) == row.request.sampling.max_tokens:
+                if row.request.sampling.stop_strings:  # the device knows nothing of them: it is told to stop
+                    self._freeze(row)
                 loop, future = row.ticket
-                answers.setdefault(loop, []).append((future, self._finish(row, stopped)))
+                answers.setdefault(loop, []).append((future, self._finish(row, end)))
         for loop, batch in answers.items():
             _tell(loop, _resolve, batch)
 
-    def _finish(self, row: Row, stopped: bool) -> Sample:
+    def _freeze(self, row: Row) -> None:
+        self._armed["mask"][row.slot] = True
+        self._armed["live"][row.slot] = False
+
+    def _finish(self, row: Row, end: int | None) -> Sample:
+        """The turn up to `end`, or all of it. The cache behind it is written anew before anything reads it."""
         request = row.request
         assert request is not None
         row.request = row.ticket = None
+        routing = np.concatenate(row.routing) if row.routing else None
+        if dropped := len(row.tokens) - (len(row.tokens) if end is None else end):
+            for kept in (row.tokens, row.logprobs, row.versions):
+                del kept[-dropped:]
+            routing = routing if routing is None else routing[:-dropped]
+            self._stats.sampled -= dropped
+        row.history += row.tokens
         row.known += len(row.tokens)
         row.pending = row.tokens[-1]
         row.turns_done += 1
         self._stats.turns += 1
-        routing = np.concatenate(row.routing) if row.routing else None
-        return Sample(row.tokens, row.logprobs, row.versions, stopped, request.start, list(request.tokens), routing)
+        sample = Sample(row.tokens, row.logprobs, row.versions, end is not None, request.start, list(request.tokens), routing)
+        return self._with_extras(sample, row, request)
+
+    @staticmethod
+    def _with_extras(sample: Sample, row: Row, request: SampleRequest) -> Sample:
+        """The sample with the log-probs that were asked for beyond its own tokens'."""
+        n, best = len(sample.tokens), request.sampling.top_logprobs
+        if best:
+            token, logprob = (np.concatenate(part)[:n, :best].tolist() for part in zip(*row.top, strict=True))
+            sample = replace(sample, top_logprobs=[list(zip(*pair, strict=True)) for pair in zip(token, logprob, strict=True)])
+        return replace(sample, fed_logprobs=row.fed_logprobs) if request.sampling.prompt_logprobs else sample
 
     # ------------------------------------------------------------------ what callers post
 
     def _accept(self, request: SampleRequest, ticket: tuple[asyncio.AbstractEventLoop, asyncio.Future]) -> None:
-        fault = self.table.check(request)
+        queued = [waiting for waiting, _ in self.table.waiting]
+        fault = self.table.check(request) or self.controls.shortage(request, [*self._in_progress(), *queued])
         if self._params is None:
             fault = "the engine has no weights yet: publish some before sampling"
         if fault:
@@ -325,8 +419,7 @@ class Engine:
     def _release(self, trajectory: str) -> None:
         row = self.table.rows.get(trajectory)
         if row and row.request:
-            self._armed["mask"][row.slot] = True
-            self._armed["live"][row.slot] = False
+            self._freeze(row)
         ticket = self.table.release(trajectory)
         if ticket:
             loop, future = ticket
@@ -342,13 +435,17 @@ class Engine:
         none = np.zeros(rows, np.int32)
         for bucket in self.options.append_tokens:
             empty = np.zeros((rows, bucket), np.int32)
-            self._cache, _ = self._steps.append(self._params, self._cache, none, empty, none, none)
+            appended = self._steps.append(self._params, self._cache, none, empty, none, none, self._score([]))
+            self._cache = appended[0]
         if self.options.fork_min_tokens <= self.options.slot_tokens:
             nowhere = np.full(rows, self.options.slots, np.int32)
             length = 0
             while length < self.options.slot_tokens:
                 length = self._fork_length(length + 1)
                 self._cache = self._steps.fork(self._cache, none, nowhere, length)
+        self.controls.warm_up()
+        slot_R, controls = self.controls.controls([], rows, [])
+        self._rows = self._steps.settle(self._rows, slot_R, controls)
         self._tick()
         jax.block_until_ready(self._cache)
 

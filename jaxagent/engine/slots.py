@@ -35,6 +35,9 @@ class Row:
     turns_done: int = 0
     routing: list[Any] = field(default_factory=list)  # recorded experts of this turn's tokens, in pieces
     prompt_routing: list[Any] = field(default_factory=list)  # those of the prompt's cached tokens, for who forks them
+    history: list[int] = field(default_factory=list)  # all known tokens
+    fed_logprobs: list[float | None] = field(default_factory=list)  # of this turn's fed tokens, where they are asked for
+    top: list[tuple[Any, Any]] = field(default_factory=list)  # likeliest tokens of this turn and their log-probs, in pieces
 
 
 class SlotTable:
@@ -88,7 +91,7 @@ class SlotTable:
             self.rows[request.trajectory] = row
             self.by_slot[row.slot] = row
             self._begin(row, request, ticket)
-            if row.group and len(row.prompt) >= self.fork_min:
+            if row.group and len(row.prompt) >= self.fork_min and not request.sampling.prompt_logprobs:
                 leader = self.leaders.setdefault(row.group, row)
                 if leader is not row and leader.prompt == row.prompt:
                     row.source, row.cached, row.backlog = leader, len(row.prompt) - 1, []
@@ -100,7 +103,9 @@ class SlotTable:
         row.known += len(request.tokens)
         row.pending = request.tokens[-1]
         row.request, row.ticket = request, ticket
-        row.tokens, row.logprobs, row.versions, row.routing = [], [], [], []
+        row.tokens, row.logprobs, row.versions, row.routing, row.top = [], [], [], [], []
+        row.history += request.tokens
+        row.fed_logprobs = [] if unfed else [None]  # nothing says how likely a trajectory's first token is
         self.begun.append(row)
 
     def take_begun(self) -> list[Row]:

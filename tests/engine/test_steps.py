@@ -53,7 +53,7 @@ class Rig:
         for i, (s, at, tokens) in enumerate(work):
             slot[i], start[i], count[i] = s, at, len(tokens)
             token[i, : len(tokens)] = tokens
-        self.cache, _ = self.steps.append(self.params, self.cache, slot, token, start, count)
+        self.cache = self.steps.append(self.params, self.cache, slot, token, start, count)[0]
 
     def decode(self, begin: dict[int, tuple[int, int]] | None = None, left: int = 20, stop: int = -1) -> tuple[np.ndarray, ...]:
         """One decode call; `begin` arms slots with (pending token, its position)."""
@@ -63,7 +63,7 @@ class Rig:
         for slot, (token, pos) in (begin or {}).items():
             armed["mask"][slot] = armed["live"][slot] = True
             armed["token"][slot], armed["pos"][slot], armed["left"][slot], armed["key"][slot] = token, pos, left, (7, slot)
-        self.cache, self.rows, tokens, logprobs, _ = self.steps.decode(self.params, self.cache, self.rows, armed)
+        self.cache, self.rows, tokens, logprobs, *_ = self.steps.decode(self.params, self.cache, self.rows, armed)
         return np.asarray(tokens), np.asarray(logprobs)
 
 
