@@ -91,7 +91,7 @@ def _subsets(network: Network, symbols: int) -> tuple[np.ndarray, int]:
         return known[subset]
 
     start = number([0])
-    rows = []
+    rows: list[np.ndarray] = []
     while len(rows) < len(known):
         moves = [move for state in waiting[len(rows)] for move in network.moves[state]]
         row = np.full(symbols, DEAD, np.int32)

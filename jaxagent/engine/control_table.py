@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Array
 
 from jaxagent.engine.constraints import Automaton, Compiler
-from jaxagent.engine.controls import ControlSizes, Grammars, Rows, new_controls
+from jaxagent.engine.controls import ControlSizes, Grammars, HostRows, new_controls
 from jaxagent.engine.slots import Row
 from jaxagent.sharding import DeviceMesh
 from jaxagent.types import Constraint, SampleRequest, Sampling, Vocabulary
@@ -31,30 +31,27 @@ Key = tuple[Constraint | None, tuple[int, ...]]  # a constraint and the stop tok
 class ControlTable:
     """The controls of one engine's rows and the automata of its constraints."""
 
-    def __init__(
-        self, sizes: ControlSizes, vocab_size: int, mesh: DeviceMesh, vocabulary: Vocabulary | None = None, states: int = 0
-    ):
-        """Args: states: of all constraints in use together; 0 for none."""
+    def __init__(self, sizes: ControlSizes, vocab_size: int, mesh: DeviceMesh, vocabulary: Vocabulary | None = None):
         self.sizes, self.vocab_size, self._mesh = sizes, vocab_size, mesh
         self.pieces: Sequence[bytes] = vocabulary.pieces if vocabulary else ()
         self.compiler: Compiler | None = None
         self.grammars: Grammars | None = None
-        self._blocks = -(-states // BLOCK)
+        self._blocks = -(-sizes.constraint_states // BLOCK)
         self._free = list(range(self._blocks))
         self._resident: dict[Key, tuple[Automaton, list[int]]] = {}  # with their blocks, the longest unused first
         self._none = {name: np.asarray(value[0]) for name, value in new_controls(1, sizes).items() if name != "controlled"}
-        if vocabulary and states:
+        if vocabulary and self._blocks:
             self.compiler = Compiler(vocabulary, vocab_size, self._blocks * BLOCK)
             pieces, rows = self.compiler.pieces, self._blocks * BLOCK
-            masks = np.zeros((rows, -(-vocab_size // 32)), np.uint32)
-            tables = Grammars(masks, np.zeros((rows, pieces.symbols), np.int32), pieces.symbol_VM)
+            masks = jnp.zeros((rows, -(-vocab_size // 32)), jnp.uint32)
+            tables = Grammars(masks, jnp.zeros((rows, pieces.symbols), jnp.int32), jnp.asarray(pieces.symbol_VM))
             self.grammars = mesh.place(tables)
 
     # ------------------------------------------------------------------ before a turn
 
-    def fault(self, request: SampleRequest) -> str:
+    def fault(self, sampling: Sampling) -> str:
         """What is wrong with a request's settings, or an empty string."""
-        return next(self._faults(request.sampling), "")
+        return next(self._faults(sampling), "")
 
     def _faults(self, s: Sampling) -> Iterator[str]:
         if not s.temperature >= 0:
@@ -85,6 +82,10 @@ class ControlTable:
             yield f"logit_bias or stop_sequences name token {strange[0]}, not in a vocabulary of {self.vocab_size}"
         if s.stop_strings and not self.pieces:
             yield "stop_strings need an engine that was given a vocabulary"
+        if not 0 <= s.top_logprobs <= self.sizes.top_logprobs:
+            yield f"at most {self.sizes.top_logprobs} top_logprobs (engine.top_logprobs), got {s.top_logprobs}"
+        if s.prompt_logprobs and not self.sizes.prompt_logprobs:
+            yield "prompt_logprobs are off in this engine (engine.prompt_logprobs)"
         if "" in s.stop_strings:
             yield "an empty stop string would end every turn"
         if s.constraint is not None and self.compiler is None:
@@ -111,7 +112,7 @@ class ControlTable:
 
     # ------------------------------------------------------------------ when turns begin
 
-    def controls(self, begun: Sequence[Row], width: int, using: Iterable[SampleRequest]) -> tuple[np.ndarray, Rows]:
+    def controls(self, begun: Sequence[Row], width: int, using: Iterable[SampleRequest]) -> tuple[np.ndarray, HostRows]:
         """The slots and controls of at most `width` rows; the rest of the arrays names a slot that does not exist.
 
         Args:
@@ -128,7 +129,7 @@ class ControlTable:
                 controls["state"][i] = self._settle(row.request, kept)
         return slot_R, controls
 
-    def _write(self, one: dict[str, np.ndarray], row: Row, s: Sampling) -> None:
+    def _write(self, one: HostRows, row: Row, s: Sampling) -> None:
         one["min_p"][0], one["repetition"][0] = s.min_p, s.repetition_penalty
         one["presence"][0], one["frequency"][0] = s.presence_penalty, s.frequency_penalty
         for i, (token, bias) in enumerate(s.logit_bias):
@@ -137,6 +138,25 @@ class ControlTable:
             one["pattern"][0, i, -len(sequence) :] = sequence
         one["began"][0], one["top"][0] = row.known, s.top_logprobs > 0
         one["history"][0, : row.known] = row.history
+
+    def score(self, work: Sequence[tuple[Row, list[int]]], width: int) -> tuple[np.ndarray, np.ndarray] | None:
+        """What `append` needs for the log-probs of fed tokens: what follows each row's, and the temperature, 0 for none."""
+        if not self.sizes.prompt_logprobs:
+            return None
+        next_R, temperature_R = np.zeros(width, np.int32), np.zeros(width, np.float32)
+        for i, (row, tokens) in enumerate(work):
+            next_R[i] = row.backlog[len(tokens)] if len(row.backlog) > len(tokens) else row.pending
+            if row.request and row.request.sampling.prompt_logprobs:
+                temperature_R[i] = row.request.sampling.temperature or 1.0
+        return next_R, temperature_R
+
+    def keep_top(self, rows: Sequence[Row | None], top: tuple[Array, Array] | None) -> None:
+        """Hands a call's likeliest tokens to the rows that asked for them; where none did they are not fetched."""
+        asking = [row for row in rows if row and row.request and row.request.sampling.top_logprobs]
+        if top is not None and asking:
+            token_CNn, logprob_CNn = np.asarray(top[0]), np.asarray(top[1])
+            for row in asking:
+                row.top.append((token_CNn[row.slot], logprob_CNn[row.slot]))
 
     # ------------------------------------------------------------------ automata on the device
 
@@ -195,4 +215,4 @@ def _blocks_of(automaton: Automaton) -> int:
 def _put(grammars: Grammars, at: Array, mask_BW: Array, next_BA: Array) -> Grammars:
     update = jax.lax.dynamic_update_slice_in_dim
     masks, table = update(grammars.mask_GW, mask_BW, at, 0), update(grammars.next_GA, next_BA, at, 0)
-    return Grammars(jnp.asarray(masks), jnp.asarray(table), grammars.symbol_VM)
+    return Grammars(masks, table, grammars.symbol_VM)

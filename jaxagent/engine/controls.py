@@ -12,9 +12,11 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 Rows = dict[str, Array]
+HostRows = dict[str, np.ndarray]
 
 NOTHING = -1  # no token, no state, no symbol
 
@@ -32,12 +34,15 @@ class Grammars(NamedTuple):
 
 @dataclass(frozen=True)
 class ControlSizes:
-    """How many of what a row may have; all shapes of its controls."""
+    """How much of what a row may have, as `EngineOptions` says; all shapes of its controls."""
 
-    slot_tokens: int  # S
-    bias_entries: int  # E
-    stop_sequences: int  # Q
-    stop_sequence_tokens: int  # M
+    slot_tokens: int
+    bias_entries: int
+    stop_sequences: int
+    stop_sequence_tokens: int
+    constraint_states: int = 0
+    top_logprobs: int = 0
+    prompt_logprobs: bool = False
 
 
 def new_controls(slots: int, sizes: ControlSizes) -> Rows:
@@ -57,7 +62,7 @@ def new_controls(slots: int, sizes: ControlSizes) -> Rows:
     }
 
 
-def settle(rows: Rows, slot_R: Int[Array, "R"], controls: Rows) -> Rows:
+def settle(rows: Rows, slot_R: Int[Array, "R"], controls: Rows | HostRows) -> Rows:
     """Rows with the controls of slots slot[i]; a slot beyond the last is dropped."""
     return {**rows, **{name: rows[name].at[slot_R].set(value, mode="drop") for name, value in controls.items()}}
 

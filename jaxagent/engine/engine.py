@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +26,7 @@ from jaxagent.engine.control_table import ControlTable, wants_controls
 from jaxagent.engine.controls import ControlSizes, new_controls
 from jaxagent.engine.slots import Row, SlotTable
 from jaxagent.engine.steps import make_steps, new_rows
-from jaxagent.engine.stops import end_of
+from jaxagent.engine.stops import end_of, sample_of
 from jaxagent.models.transformer import Decoder, DecoderConfig, Params, logical_axes, params_of
 from jaxagent.sharding import DeviceMesh
 from jaxagent.types import Sample, SampleRequest, Vocabulary
@@ -97,8 +98,8 @@ class Engine:
             top_logprobs=o.top_logprobs,
         )
         self._cache = mesh.place(new_cache(config, o.slots, o.slot_tokens, dtype), (None, "kv_heads"))
-        sizes = ControlSizes(o.slot_tokens, o.bias_entries, o.stop_sequences, o.stop_sequence_tokens)
-        self.controls = ControlTable(sizes, config.vocab_size, mesh, vocabulary, o.constraint_states)
+        sizes = ControlSizes(**{name: getattr(o, name) for name in ControlSizes.__annotations__})
+        self.controls = ControlTable(sizes, config.vocab_size, mesh, vocabulary)
         plain = new_rows(o.slots, o.stop_tokens)
         self._rows = mesh.place({**plain, **new_controls(o.slots, sizes)})
         self._arming = {name: np.zeros(old.shape, old.dtype) for name, old in plain.items()}
@@ -129,7 +130,7 @@ class Engine:
             raise ValueError(
                 f"trajectory {request.trajectory!r}: token {strange[0]} is not in a vocabulary of {self._vocab_size}"
             )
-        if fault := self._settings_fault(request):
+        if fault := self.controls.fault(request.sampling):
             raise ValueError(f"trajectory {request.trajectory!r}: {fault}")
         if request.sampling.constraint is not None:
             await asyncio.to_thread(self.controls.compile, request)  # may take a second, the first time
@@ -137,14 +138,6 @@ class Engine:
         future: asyncio.Future[Sample] = loop.create_future()
         self._post(lambda: self._accept(request, (loop, future)))
         return await future
-
-    def _settings_fault(self, request: SampleRequest) -> str:
-        s, o = request.sampling, self.options
-        if not 0 <= s.top_logprobs <= o.top_logprobs:
-            return f"at most {o.top_logprobs} top_logprobs (engine.top_logprobs), got {s.top_logprobs}"
-        if s.prompt_logprobs and not o.prompt_logprobs:
-            return "prompt_logprobs are off in this engine (engine.prompt_logprobs)"
-        return self.controls.fault(request)
 
     def release(self, trajectory: str) -> None:
         """Frees the slot of a trajectory; unknown names are fine, so that a caller may always release."""
@@ -231,7 +224,7 @@ class Engine:
         decoded = self._steps.decode(self._params, self._cache, self._rows, self._armed, self.controls.grammars)
         self._cache, self._rows, tokens, logprobs, routing, top = decoded
         self._armed = self._no_arming()
-        self._keep_top(top)
+        self.controls.keep_top(self.table.by_slot, top)
         tokens_CN, logprobs_CN = np.asarray(tokens), np.asarray(logprobs)
         self._collect(tokens_CN, logprobs_CN, None if routing is None else np.asarray(routing))
         self._segment_s = time.monotonic() - began
@@ -259,8 +252,8 @@ class Engine:
             slot_R, controls = self.controls.controls(begun[i : i + width], width, self._in_progress())
             self._rows = self._steps.settle(self._rows, slot_R, controls)
 
-    def _in_progress(self) -> list[SampleRequest]:
-        return [row.request for row in self.table.rows.values() if row.request]
+    def _in_progress(self) -> Iterator[SampleRequest]:
+        return (row.request for row in self.table.rows.values() if row.request)
 
     def _append(self, bucket: int, work: list[tuple[Row, list[int]]]) -> None:
         rows = self.options.append_rows
@@ -269,7 +262,7 @@ class Engine:
         for i, (row, tokens) in enumerate(work):
             slot_R[i], start_R[i], count_R[i] = row.slot, row.cached, len(tokens)
             token_RA[i, : len(tokens)] = tokens
-        score = self._score(work)
+        score = self.controls.score(work, rows)
         appended = self._steps.append(self._params, self._cache, slot_R, token_RA, start_R, count_R, score)
         self._cache, routing, logprobs = appended
         if score is not None and score[1].any():
@@ -284,17 +277,6 @@ class Engine:
                     row.prompt_routing.append(row.routing[-1])
         self._stats.append_calls += 1
         self._stats.prefilled += int(count_R.sum())
-
-    def _score(self, work: list[tuple[Row, list[int]]]) -> tuple[np.ndarray, np.ndarray] | None:
-        """What `append` needs to tell the log-probs of fed tokens: what follows each row's, and at which temperature."""
-        if not self.options.prompt_logprobs:
-            return None
-        next_R, temperature_R = np.zeros(self.options.append_rows, np.int32), np.zeros(self.options.append_rows, np.float32)
-        for i, (row, tokens) in enumerate(work):
-            next_R[i] = row.backlog[len(tokens)] if len(row.backlog) > len(tokens) else row.pending
-            if row.request and row.request.sampling.prompt_logprobs:
-                temperature_R[i] = row.request.sampling.temperature or 1.0
-        return next_R, temperature_R
 
     def _fork(self, forks: list[Row]) -> None:
         src_R = np.zeros(self.options.append_rows, np.int32)
@@ -339,14 +321,6 @@ class Engine:
     def _no_arming(self) -> dict[str, np.ndarray]:
         return {name: np.zeros_like(value) for name, value in self._arming.items()}
 
-    def _keep_top(self, top: tuple[jax.Array, jax.Array] | None) -> None:
-        """Hands the likeliest tokens of a call to the rows that asked for them; elsewhere they are not fetched."""
-        asking = [row for row in self.table.by_slot if row and row.request and row.request.sampling.top_logprobs]
-        if top is not None and asking:
-            token_CNn, logprob_CNn = np.asarray(top[0]), np.asarray(top[1])
-            for row in asking:
-                row.top.append((token_CNn[row.slot], logprob_CNn[row.slot]))
-
     def _collect(self, tokens_CN: np.ndarray, logprobs_CN: np.ndarray, routing_CN: np.ndarray | None) -> None:
         """Hands the emitted tokens to their rows and answers the turns that ended."""
         answers: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Future, Sample]]] = {}
@@ -376,38 +350,20 @@ class Engine:
         self._armed["live"][row.slot] = False
 
     def _finish(self, row: Row, end: int | None) -> Sample:
-        """The turn up to `end`, or all of it. The cache behind it is written anew before anything reads it."""
-        request = row.request
-        assert request is not None
+        self._stats.sampled -= 0 if end is None else len(row.tokens) - end
+        self._stats.turns += 1
+        sample = sample_of(row, end)
         row.request = row.ticket = None
-        routing = np.concatenate(row.routing) if row.routing else None
-        if dropped := len(row.tokens) - (len(row.tokens) if end is None else end):
-            for kept in (row.tokens, row.logprobs, row.versions):
-                del kept[-dropped:]
-            routing = routing if routing is None else routing[:-dropped]
-            self._stats.sampled -= dropped
-        row.history += row.tokens
         row.known += len(row.tokens)
         row.pending = row.tokens[-1]
         row.turns_done += 1
-        self._stats.turns += 1
-        sample = Sample(row.tokens, row.logprobs, row.versions, end is not None, request.start, list(request.tokens), routing)
-        return self._with_extras(sample, row, request)
-
-    @staticmethod
-    def _with_extras(sample: Sample, row: Row, request: SampleRequest) -> Sample:
-        """The sample with the log-probs that were asked for beyond its own tokens'."""
-        n, best = len(sample.tokens), request.sampling.top_logprobs
-        if best:
-            token, logprob = (np.concatenate(part)[:n, :best].tolist() for part in zip(*row.top, strict=True))
-            sample = replace(sample, top_logprobs=[list(zip(*pair, strict=True)) for pair in zip(token, logprob, strict=True)])
-        return replace(sample, fed_logprobs=row.fed_logprobs) if request.sampling.prompt_logprobs else sample
+        return sample
 
     # ------------------------------------------------------------------ what callers post
 
     def _accept(self, request: SampleRequest, ticket: tuple[asyncio.AbstractEventLoop, asyncio.Future]) -> None:
-        queued = [waiting for waiting, _ in self.table.waiting]
-        fault = self.table.check(request) or self.controls.shortage(request, [*self._in_progress(), *queued])
+        queued = (waiting for waiting, _ in self.table.waiting)
+        fault = self.table.check(request) or self.controls.shortage(request, itertools.chain(self._in_progress(), queued))
         if self._params is None:
             fault = "the engine has no weights yet: publish some before sampling"
         if fault:
@@ -435,7 +391,7 @@ class Engine:
         none = np.zeros(rows, np.int32)
         for bucket in self.options.append_tokens:
             empty = np.zeros((rows, bucket), np.int32)
-            appended = self._steps.append(self._params, self._cache, none, empty, none, none, self._score([]))
+            appended = self._steps.append(self._params, self._cache, none, empty, none, none, self.controls.score([], rows))
             self._cache = appended[0]
         if self.options.fork_min_tokens <= self.options.slot_tokens:
             nowhere = np.full(rows, self.options.slots, np.int32)

@@ -1,4 +1,4 @@
-"""Where a turn ends: stop tokens and sequences, which the device finds too, and stop strings, which only the host can find.
+"""Where a turn ends, and what is then answered. Stop tokens and sequences the device finds too, stop strings only the host.
 
 A string may be cut into tokens in many ways, so it is looked for in the bytes of the turn, once per decode call. What was
 sampled behind it is discarded.
@@ -9,7 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 
-from jaxagent.types import SampleRequest
+import numpy as np
+
+from jaxagent.engine.slots import Row
+from jaxagent.types import Sample, SampleRequest
 
 
 def end_of(tokens: Sequence[int], since: int, request: SampleRequest, pieces: Sequence[bytes]) -> int | None:
@@ -49,3 +52,27 @@ def _end_of_string(tokens: Sequence[int], since: int, strings: Sequence[str], pi
 
 def _piece(token: int, pieces: Sequence[bytes]) -> bytes:
     return pieces[token] if token < len(pieces) else b""
+
+
+def sample_of(row: Row, end: int | None) -> Sample:
+    """The row's turn up to `end` tokens, or all of it where only its budget ended; what was sampled behind is forgotten.
+
+    The row is then what it would be if it had been stopped there: what the cache holds further on is written anew before it is
+    read, and every turn brings its own controls.
+    """
+    request = row.request
+    assert request is not None
+    asked, n = request.sampling, len(row.tokens) if end is None else end
+    routing = np.concatenate(row.routing) if row.routing else None
+    if routing is not None and n < len(row.tokens):
+        routing = routing[: n - len(row.tokens)]
+    del row.tokens[n:], row.logprobs[n:], row.versions[n:]
+    row.history += row.tokens
+    top = []
+    if asked.top_logprobs:
+        tokens, logprobs = (np.concatenate(part)[:n, : asked.top_logprobs].tolist() for part in zip(*row.top, strict=True))
+        top = [list(zip(*pair, strict=True)) for pair in zip(tokens, logprobs, strict=True)]
+    fed = row.fed_logprobs if asked.prompt_logprobs else []
+    return Sample(
+        row.tokens, row.logprobs, row.versions, end is not None, request.start, list(request.tokens), routing, fed, top
+    )
