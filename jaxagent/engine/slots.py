@@ -91,9 +91,10 @@ class SlotTable:
             self.rows[request.trajectory] = row
             self.by_slot[row.slot] = row
             self._begin(row, request, ticket)
-            if row.group and len(row.prompt) >= self.fork_min and not request.sampling.prompt_logprobs:
+            if row.group and len(row.prompt) >= self.fork_min:
                 leader = self.leaders.setdefault(row.group, row)
-                if leader is not row and leader.prompt == row.prompt:
+                scored = request.sampling.prompt_logprobs  # the log-probs of a prompt come with its prefill
+                if leader is not row and leader.prompt == row.prompt and not scored:
                     row.source, row.cached, row.backlog = leader, len(row.prompt) - 1, []
 
     def _begin(self, row: Row, request: SampleRequest, ticket: Any) -> None:
