@@ -45,10 +45,17 @@ def restrict(z_CV: Float[Array, "C V"], top_k_C: Int[Array, "C"], top_p_C: Float
     """Sends the entries outside top-k, and then outside the nucleus of what is left, to -inf; ties are kept."""
     score = jnp.exp(z_CV - z_CV.max(-1, keepdims=True))
     k = jnp.where(top_k_C > 0, top_k_C, z_CV.shape[-1]).astype(jnp.float32)
-    score = jnp.where(score >= threshold(score, jnp.ones_like(score), k)[:, None], score, 0.0)
     # The nucleus of top_p = 1 is everything: float sums must not cut its tail.
-    want = jnp.where(top_p_C < 1, top_p_C * score.sum(-1), 0.0)
-    cut = jnp.where(top_p_C < 1, threshold(score, score, want), 0.0)
+    within = top_p_C < 1
+
+    def drop_beyond_k(score: Array) -> Array:
+        return jnp.where(score >= threshold(score, jnp.ones_like(score), k)[:, None], score, 0.0)
+
+    def nucleus(score: Array) -> Array:
+        return jnp.where(within, threshold(score, score, jnp.where(within, top_p_C * score.sum(-1), 0.0)), 0.0)
+
+    score = jax.lax.cond(jnp.any(top_k_C > 0), drop_beyond_k, lambda score: score, score)
+    cut = jax.lax.cond(jnp.any(within), nucleus, lambda score: jnp.zeros_like(top_p_C), score)
     return jnp.where((score > 0) & (score >= cut[:, None]), z_CV, -jnp.inf)
 
 
