@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 
 import jax
@@ -23,7 +22,6 @@ from jaxagent.sharding import DeviceMesh
 from jaxagent.types import Constraint, SampleRequest, Sampling, Vocabulary
 
 BLOCK = 64  # states that are written at once
-PLAIN = Sampling()
 
 Key = tuple[Constraint | None, tuple[int, ...]]  # a constraint and the stop tokens behind it
 
@@ -38,6 +36,7 @@ class ControlTable:
         self.grammars: Grammars | None = None
         self._blocks = -(-sizes.constraint_states // BLOCK)
         self._free = list(range(self._blocks))
+        self._sound = Sampling()  # settings that were found without a fault
         self._resident: dict[Key, tuple[Automaton, list[int]]] = {}  # with their blocks, the longest unused first
         self._none = {name: np.asarray(value[0]) for name, value in new_controls(1, sizes).items() if name != "controlled"}
         if vocabulary and self._blocks:
@@ -51,7 +50,11 @@ class ControlTable:
 
     def fault(self, sampling: Sampling) -> str:
         """What is wrong with a request's settings, or an empty string."""
-        return next(self._faults(sampling), "")
+        if sampling is self._sound:  # turns of a run share their settings
+            return ""
+        fault = next(self._faults(sampling), "")
+        self._sound = self._sound if fault else sampling
+        return fault
 
     def _faults(self, s: Sampling) -> Iterator[str]:
         if not s.temperature >= 0:
@@ -195,12 +198,10 @@ class ControlTable:
             self.grammars = _put(self.grammars, np.int32(block * BLOCK), mask, table)
 
 
-def wants_controls(sampling: Sampling) -> bool:
+def wants_controls(s: Sampling) -> bool:
     """Whether a turn needs more of the device than temperature, top-k and top-p."""
-    rest = replace(
-        sampling, temperature=1.0, top_k=0, top_p=1.0, max_tokens=PLAIN.max_tokens, stop_strings=(), prompt_logprobs=False
-    )
-    return rest != PLAIN
+    penalised = s.repetition_penalty != 1 or s.presence_penalty != 0 or s.frequency_penalty != 0
+    return bool(penalised or s.min_p > 0 or s.logit_bias or s.stop_sequences or s.top_logprobs or s.constraint is not None)
 
 
 def _key(request: SampleRequest) -> Key:

@@ -19,16 +19,17 @@ def end_of(tokens: Sequence[int], since: int, request: SampleRequest, pieces: Se
     """How many tokens the turn has if it ends within tokens[since:], or None.
 
     Args:
-        tokens: of the turn, without an end before `since`.
+        tokens: of the turn, without an end before `since`, and nothing behind a stop token or sequence: the device sees to it.
         pieces: the bytes of every token id; ids beyond them have none.
     """
-    ends = [i + 1 for i in range(since, len(tokens)) if tokens[i] in request.stop]
-    for sequence in request.sampling.stop_sequences:
-        size, wanted = len(sequence), list(sequence)
-        found = (i for i in range(max(since + 1, size), len(tokens) + 1) if list(tokens[i - size : i]) == wanted)
-        ends += [next(found, len(tokens) + 1)]
-    if request.sampling.stop_strings:
-        ends += [_end_of_string(tokens, since, request.sampling.stop_strings, pieces)]
+    asked = request.sampling
+    ends = [len(tokens)] if tokens[-1] in request.stop else []
+    if not (asked.stop_sequences or asked.stop_strings):
+        return ends[0] if ends else None
+    if any(tuple(tokens[-len(sequence) :]) == sequence for sequence in asked.stop_sequences):
+        ends.append(len(tokens))
+    if asked.stop_strings:
+        ends.append(_end_of_string(tokens, since, asked.stop_strings, pieces))
     end = min(ends, default=len(tokens) + 1)
     return end if end <= len(tokens) else None
 
@@ -64,11 +65,11 @@ def sample_of(row: Row, end: int | None) -> Sample:
     assert request is not None
     asked, n = request.sampling, len(row.tokens) if end is None else end
     routing = np.concatenate(row.routing) if row.routing else None
-    if routing is not None and n < len(row.tokens):
-        routing = routing[: n - len(row.tokens)]
-    del row.tokens[n:], row.logprobs[n:], row.versions[n:]
+    if n < len(row.tokens):
+        routing = None if routing is None else routing[: n - len(row.tokens)]
+        del row.tokens[n:], row.logprobs[n:], row.versions[n:]
     row.history += row.tokens
-    top = []
+    top: list[list[tuple[int, float]]] = []
     if asked.top_logprobs:
         tokens, logprobs = (np.concatenate(part)[:n, : asked.top_logprobs].tolist() for part in zip(*row.top, strict=True))
         top = [list(zip(*pair, strict=True)) for pair in zip(tokens, logprobs, strict=True)]

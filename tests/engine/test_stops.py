@@ -21,10 +21,11 @@ def ask(stop: tuple[int, ...] = (), **sampling: object) -> SampleRequest:
 @pytest.mark.parametrize(
     ("tokens", "request_", "end"),
     [
-        ([0, 1, 3], ask(stop=(1,)), 2),
+        ([0, 3, 1], ask(stop=(1,)), 3),
         ([0, 1, 3], ask(stop_sequences=((1, 3),)), 3),
         ([0, 1, 3], ask(stop_sequences=((0, 3), (3, 1))), None),
-        ([0, 1, 3, 1], ask(stop=(3,), stop_sequences=((0, 1),)), 2),  # the earliest
+        ([3, 0, 1], ask(stop=(7,), stop_sequences=((0, 1), (3, 0, 1))), 3),
+        ([0, 1, 3], ask(stop=(3,), stop_strings=("b",)), 2),  # the earliest
         ([0, 7, 3], ask(stop_strings=("abc",)), 2),  # its last token says more than the string
         ([2, 3, 0], ask(stop_strings=("abc",)), 2),
         ([0, 6, 1, 6, 3, 6], ask(stop_strings=("abc",)), 5),  # tokens that say nothing stand between
@@ -42,8 +43,8 @@ def test_the_earliest_stop_ends_the_turn(tokens: list[int], request_: SampleRequ
 def test_a_stop_is_found_at_the_same_place_however_the_turn_was_cut_into_calls(seed: int) -> None:
     rng = random.Random(seed)
     tokens = rng.choices(range(8), k=30)
-    request = ask(stop_sequences=((3, 0, 1),), stop_strings=("abca", "cé", "caab"))
-    want = next((n for n in range(31) if end_of(tokens[:n], 0, request, PIECES) is not None), None)
+    request = ask(stop_strings=("abca", "cé", "caab"))
+    want = next((n for n in range(1, 31) if end_of(tokens[:n], 0, request, PIECES) is not None), None)
     assert want is None or end_of(tokens[:want], 0, request, PIECES) == want
     since, found = 0, None
     while since < 30 and found is None:
