@@ -178,6 +178,21 @@ def test_a_row_that_stopped_late_goes_on_as_one_that_stopped_there(engine: Engin
     assert lengths == {0, 1, 2}  # at the end of a call, and with one and two tokens to discard
 
 
+def test_a_row_that_ended_by_a_string_is_frozen_on_the_device(engine: Engine) -> None:
+    live: list[list[bool]] = []
+
+    async def story() -> Sample:
+        sample = await engine.generate(ask("f", [1, 2], stop=(), max_tokens=40, stop_strings=tuple("abcdefklnorstu")))
+        await engine.generate(ask("other", [1], max_tokens=1))  # what the device is told goes with the next call
+        await asyncio.to_thread(engine.run, lambda: live.append(np.asarray(engine._rows["live"]).tolist()))
+        engine.release("f")
+        engine.release("other")
+        return sample
+
+    assert len(run(story()).tokens) < 30
+    assert not any(live[0])
+
+
 def log_softmax(tokens: list[int], temperature: float = 1.0) -> np.ndarray:
     padded = jnp.asarray([tokens + [0] * (OPTIONS.slot_tokens - len(tokens))])
     return np.asarray(
