@@ -12,6 +12,7 @@ import numpy as np
 from jaxtyping import Int
 
 DEAD = -1
+MAX_STATES = 100_000  # of a network, and of its subsets: a form may ask for more than any table holds
 
 
 class Network:
@@ -22,6 +23,8 @@ class Network:
         self.moves: list[list[tuple[int, int, int]]] = [[]]  # (first symbol, last symbol, where to)
 
     def state(self) -> int:
+        if len(self.free) == MAX_STATES:
+            raise ValueError(f"a form of more than {MAX_STATES} pieces is refused: ask for less, such as fewer items")
         self.free.append([])
         self.moves.append([])
         return len(self.free) - 1
@@ -56,7 +59,7 @@ class Network:
 def determine(network: Network, symbols: int) -> tuple[Int[np.ndarray, "G A"], int]:
     """The smallest deterministic automaton of a network: the state after every symbol, DEAD for none; and where it begins.
 
-    By subsets, then by refining a partition (Moore 1956).
+    By subsets, then by refining a partition (Moore 1956). Raises ValueError for a network of too many subsets.
     """
     table, start = _subsets(network, symbols)
     columns = np.unique(table, axis=1)
@@ -85,6 +88,8 @@ def _subsets(network: Network, symbols: int) -> tuple[np.ndarray, int]:
             ahead += new
         # States that only pass on say nothing by themselves.
         subset = frozenset(state for state in closed if network.moves[state] or not network.free[state])
+        if len(known) > MAX_STATES:
+            raise ValueError(f"a form whose beginnings fall into more than {MAX_STATES} kinds is refused: ask for less")
         if subset not in known:
             known[subset] = len(known)
             waiting.append(subset)

@@ -74,7 +74,10 @@ def _object(network: Network, start: int, schema: dict[str, Any], path: str) -> 
         raise ValueError(f"{path} is an object without properties: say which it has, {{}} for none")
     if not isinstance(schema.get("additionalProperties", False), bool):
         raise ValueError(f"{path}: a schema as additionalProperties is not supported; declare the properties")
-    properties, required = schema["properties"], set(schema.get("required", ()))
+    properties, names = schema["properties"], schema.get("required", [])
+    if not isinstance(properties, dict) or not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"{path}: properties is an object and required a list of names, got {properties!r} and {names!r}")
+    required = set(names)
     if strange := required - set(properties):
         raise ValueError(f"{path}.required names {sorted(strange)[0]!r}, which is not among its properties")
     first: int | None = network.text(start, b"{")  # nothing was written yet; None once something must have been
@@ -98,6 +101,8 @@ def _array(network: Network, start: int, schema: dict[str, Any], path: str) -> i
     if "items" not in schema:
         raise ValueError(f"{path} is an array without items: say what they are")
     least, most = schema.get("minItems", 0), schema.get("maxItems")
+    if not isinstance(least, int) or not isinstance(most, int | None):
+        raise ValueError(f"{path}: minItems and maxItems are whole numbers, got {least!r} and {most!r}")
     if not 0 <= least <= MAX_ITEMS or (most is not None and not least <= most <= MAX_ITEMS):
         raise ValueError(f"{path}: minItems and maxItems must be rising and at most {MAX_ITEMS}, got {least} and {most}")
     at = network.text(start, b"[")

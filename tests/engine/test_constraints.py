@@ -283,6 +283,9 @@ def test_equal_constraints_are_compiled_once_and_equal_states_are_one() -> None:
         ({"type": "object", "properties": {}, "required": ["a"]}, "schema.required names 'a'"),
         ({"type": "object", "properties": {}, "additionalProperties": {"type": "null"}}, "a schema as additionalProperties"),
         ({"type": "array", "items": {"type": "null"}, "minItems": 3, "maxItems": 2}, "minItems and maxItems must be rising"),
+        ({"type": "array", "items": {"type": "null"}, "minItems": "3"}, "whole numbers, got '3' and None"),
+        ({"type": "object", "properties": ["a"]}, "properties is an object and required a list of names"),
+        ({"type": "object", "properties": {}, "required": "a"}, "properties is an object and required a list of names"),
         ({"enum": []}, "schema.enum must be a list of at least one"),
         ({"enum": [1], "items": {}}, "items beside enum is not supported"),
         (["string"], "must be a JSON object that describes a value"),
@@ -303,6 +306,11 @@ def test_forms_that_cannot_be_written_are_refused() -> None:
         compiled(Constraint(Either(())))
     with pytest.raises(ValueError, match=r"of 52 states does not fit: engine\.constraint_states is 10"):
         Compiler(VOCABULARY, MODEL, 10).compile(Constraint("x" * 50), (END,))
+    many: dict[str, Any] = {"type": "null"}
+    for _ in range(4):
+        many = {"type": "array", "items": many, "minItems": 64}
+    with pytest.raises(ValueError, match="a form of more than 100000 pieces"):
+        compiled(Constraint(Json(json.dumps(many))))
     few = Vocabulary((b"a", b"b", b"<end>"), frozenset({2}))
     with pytest.raises(ValueError, match=r"no token with which this constraint goes on: symbols \[99\]"):
         Compiler(few, 3, 100).compile(Constraint("abc"), (2,))
