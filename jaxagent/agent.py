@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from jaxagent.chat.template import Template
 from jaxagent.envs.env import Env, Step, Task
@@ -49,8 +49,22 @@ class Seat:
 class Agent:
     """Plays episodes with one policy in every seat."""
 
-    def __init__(self, template: Template, tools: Sequence[ToolSpec], sampler: Sampler, limits: Limits):
+    def __init__(
+        self,
+        template: Template,
+        tools: Sequence[ToolSpec],
+        sampler: Sampler,
+        limits: Limits,
+        *,
+        constrain_calls: bool = False,
+    ):
+        """Args: constrain_calls: only calls of known tools with arguments of their schemas can be sampled. Not for training:
+        what the learner computes knows nothing of what could not be sampled.
+
+        Raises ValueError where the template's calls cannot be constrained.
+        """
         self.template, self.tools, self.sampler, self.limits = template, tools, sampler, limits
+        self.constraint = template.constraint(tools) if constrain_calls and tools else None
 
     async def play(self, env: Env, task: Task, rows: list[Trajectory], key: tuple[int, int], sampling: Sampling) -> None:
         """Plays one episode into `rows`, which holds the first seat's row and gets one more for every further seat or segment.
@@ -131,6 +145,8 @@ class Agent:
         # Positions begin again in a segment: with the same key they would be drawn alike. Its prompt is nobody else's.
         key = (seat.key[0] ^ trajectory.segment, seat.key[1])
         group = "" if trajectory.segment else trajectory.group
+        if self.constraint:
+            sampling = replace(sampling, constraint=self.constraint)
         request = SampleRequest(seat.name, tuple(seat.unfed), seat.held, key, self.template.stop, sampling, group)
         trajectory.waiting = "engine"
         sample = await self.sampler.generate(request)
@@ -139,7 +155,8 @@ class Agent:
         turn = trajectory.sampled(sample, step.state, self.template.text(sample.tokens))
         action: Message = self.template.parse(sample.tokens, self.tools)
         turn.error = action.error
-        words = sample.tokens[:-1] if sample.stopped else sample.tokens
+        closed = sample.tokens[-1:] and sample.tokens[-1] in self.template.stop  # a stop string leaves all that it ends in
+        words = sample.tokens[:-1] if closed else sample.tokens
         seat.told.append(Message("assistant", self.template.text(words)) if action.error else action)
         trajectory.waiting = "environment"
         answer = await env.step(action)

@@ -11,7 +11,7 @@ import hashlib
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 SUCCESS = 1.0  # the return of an episode that did all it was asked for
 
@@ -68,14 +68,89 @@ class Message:
     error: str = ""
 
 
+# What is to be written: a text, the id of a control token, a JSON value; a tuple of forms, in a row; or one of several.
+Form: TypeAlias = "str | int | Json | Either | tuple[Form, ...]"
+
+
+@dataclass(frozen=True)
+class Json:
+    """A JSON value in a `Form`, by its schema as JSON text. What of JSON Schema is known stands in engine/schema.py."""
+
+    schema: str
+
+
+@dataclass(frozen=True)
+class Either:
+    """One of several forms."""
+
+    forms: tuple[Form, ...]
+
+
+@dataclass(frozen=True)
+class Constraint:
+    """What a turn must look like, whatever its tokens' boundaries.
+
+    With `after`, the turn is free until one of these control tokens is drawn; then `form` must follow, and the turn is free
+    again. Without, the turn is `form` and then a stop token, nothing else. A turn whose budget ends first is cut short.
+    """
+
+    form: Form
+    after: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """What every token id says: its bytes, and which ids are control tokens, whose bytes are only their name.
+
+    An id without bytes that is no control token belongs to nothing and is never drawn where a constraint stands.
+    """
+
+    pieces: tuple[bytes, ...]
+    control: frozenset[int] = frozenset()
+
+
 @dataclass(frozen=True)
 class Sampling:
-    """How a turn is sampled. All of it reaches the device as data, so that no setting causes a compilation."""
+    """How a turn is sampled. All of it reaches the device as data, so that no setting causes a compilation.
+
+    From logits l to scores z, in this order, each step as the LogitsProcessor of that name in transformers, where there is one:
+
+        l <- l + logit_bias
+        l <- l / repetition_penalty where l > 0, else l * repetition_penalty, for every token of the trajectory so far
+        l <- l - presence_penalty [n > 0] - frequency_penalty n, for tokens that were sampled n times in this turn
+        l <- -inf where the constraint forbids
+        z <- l / temperature, then top_k, top_p of what is left, min_p; what ties with the last one kept is kept
+
+    A sample's log-probs are those of softmax(z), the distribution that was drawn from; temperature 0 takes the likeliest token
+    with log-prob 0. The learner's are those of softmax(logits / learner.temperature): the same where nothing but a temperature
+    is set, and to the same value. With anything else (`restricted`) they differ. The sampler's are then still those of the
+    behaviour policy, as an importance weight pi_learner / pi_behaviour wants them, but ratios between two policies of the
+    learner count tokens that could not be drawn, and the gap between sampler and learner measures the restriction.
+    """
 
     temperature: float = 1.0  # 0 is greedy
     top_k: int = 0  # 0 is off
     top_p: float = 1.0
     max_tokens: int = 256  # per turn
+    min_p: float = 0.0  # least probability, as a share of the likeliest token's
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, what is added to its logit)
+    stop_sequences: tuple[tuple[int, ...], ...] = ()  # tokens in a row that end the turn and belong to it
+    stop_strings: tuple[str, ...] = ()  # a turn ends with the token that completes one
+    constraint: Constraint | None = None
+    top_logprobs: int = 0  # that many likeliest tokens are reported with every sampled one
+    prompt_logprobs: bool = (
+        False  # log p of every fed token, under softmax(logits / temperature); of temperature 1 where greedy
+    )
+
+    @property
+    def restricted(self) -> bool:
+        """Whether tokens are drawn from another distribution than softmax(logits / temperature)."""
+        truncated = self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+        penalised = self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+        return truncated or penalised or bool(self.logit_bias) or self.constraint is not None
 
 
 @dataclass(frozen=True)
@@ -110,10 +185,12 @@ class Sample:
     tokens: list[int]
     logprobs: list[float]
     versions: list[int]
-    stopped: bool  # by a stop token; otherwise the budget ran out
+    stopped: bool  # by a stop token, sequence or string; otherwise the budget ran out
     fed_start: int
     fed: list[int]
     routing: Any = None
+    fed_logprobs: list[float | None] = field(default_factory=list)  # None for a trajectory's first token; empty if not asked
+    top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)  # per sampled token, the likeliest first
 
 
 class Sampler(Protocol):

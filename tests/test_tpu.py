@@ -23,6 +23,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from jaxagent.algos.table import TABLE
 from jaxagent.compiled import Collective, collectives
 from jaxagent.engine.cache import new_cache
+from jaxagent.engine.controls import ControlSizes, Grammars, new_controls
 from jaxagent.engine.steps import Steps, make_steps, new_rows
 from jaxagent.learner import Learner, LearnerOptions
 from jaxagent.models.transformer import Decoder, DecoderConfig, Params, logical_axes, params_of, unstack
@@ -119,7 +120,9 @@ class Programs:
 
     def __init__(self, config: DecoderConfig, mesh: DeviceMesh):
         self.mesh = mesh
-        self.steps: Steps = make_steps(config, dtype=jnp.dtype("bfloat16"), chunk=128, decode_tokens=4, mesh=mesh)
+        self.steps: Steps = make_steps(
+            config, dtype=jnp.dtype("bfloat16"), chunk=128, decode_tokens=4, mesh=mesh, top_logprobs=2
+        )
         axes = logical_axes(nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0))))
         self.trained = jax.tree.map(lambda x, a: self.shape(x, a), shapes(config), axes)
         bf16 = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16), shapes(config))
@@ -130,18 +133,25 @@ class Programs:
         )
         cache = jax.eval_shape(lambda: new_cache(config, self.SLOTS, self.LENGTH, jnp.bfloat16))
         self.cache = jax.tree.map(lambda x: self.shape(x, (None, "kv_heads")), cache)
-        self.rows = jax.tree.map(self.shape, jax.eval_shape(lambda: new_rows(self.SLOTS, self.STOPS)))
+        self.plain = new_rows(self.SLOTS, self.STOPS)
+        sizes = ControlSizes(self.LENGTH, bias_entries=4, stop_sequences=2, stop_sequence_tokens=3)
+        self.rows = jax.tree.map(self.shape, {**self.plain, **new_controls(self.SLOTS, sizes)})
+        words = jnp.zeros((64, config.vocab_size // 32), jnp.uint32)
+        grammars = Grammars(words, jnp.zeros((64, 300), jnp.int32), jnp.zeros((config.vocab_size, 16), jnp.int16))
+        self.grammars = jax.tree.map(self.shape, grammars)
 
     def shape(self, x: Any, axes: tuple[str | None, ...] = ()) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.mesh.sharding(axes, x.shape))
 
     def compile(self) -> dict[str, Any]:
         slot, token = np.zeros(2, np.int32), np.zeros((2, 64), np.int32)
-        armed = {name: np.zeros(x.shape, x.dtype) for name, x in self.rows.items()} | {"mask": np.zeros(self.SLOTS, bool)}
+        marks = np.zeros(self.SLOTS, bool)
+        armed = {name: np.zeros(x.shape, x.dtype) for name, x in self.plain.items()} | {"mask": marks, "controlled": marks}
+        score = slot, np.zeros(2, np.float32)
         return {
             "publish": self.steps.publish.lower(self.trained).compile(),
-            "append": self.steps.append.lower(self.params, self.cache, slot, token, slot, slot).compile(),
-            "decode": self.steps.decode.lower(self.params, self.cache, self.rows, armed).compile(),
+            "append": self.steps.append.lower(self.params, self.cache, slot, token, slot, slot, score).compile(),
+            "decode": self.steps.decode.lower(self.params, self.cache, self.rows, armed, self.grammars).compile(),
         }
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from jaxagent.types import Message, ToolCall, ToolSpec
+from jaxagent.types import Constraint, Message, ToolCall, ToolSpec, Vocabulary
 
 CONTROL = ("<pad>", "<system>", "<user>", "<result>", "<turn>", "<call>", "</call>", "<eos>")
 PAD, SYSTEM, USER, RESULT, TURN, CALL, END_CALL, EOS = range(256, 264)
@@ -71,6 +71,13 @@ class PlainTemplate:
         values = named[2].split(",", len(spec.parameter_names) - 1) if spec.parameter_names and named[2] else []
         arguments: dict[str, object] = dict(zip(spec.parameter_names, values, strict=False))
         return Message("assistant", calls=(ToolCall(spec.name, arguments),))
+
+    def vocabulary(self) -> Vocabulary:
+        names = [name.encode() for name in CONTROL]
+        return Vocabulary((*(bytes([i]) for i in range(256)), *names), frozenset(range(256, self.vocab_size)))
+
+    def constraint(self, tools: Sequence[ToolSpec]) -> Constraint:
+        raise ValueError("calls of the plain template have no schema to be held to: their arguments are texts")
 
     def text(self, ids: Sequence[int]) -> str:
         parts = [bytes([i]) if i < 256 else CONTROL[i - 256].encode() for i in ids]

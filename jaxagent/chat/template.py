@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from jaxagent.types import Message, ToolSpec
+from jaxagent.types import Constraint, Message, ToolSpec, Vocabulary
 
 
 class Template(Protocol):
@@ -48,6 +48,14 @@ class Template(Protocol):
 
     def text(self, ids: Sequence[int]) -> str:
         """The ids for human eyes, control tokens visible."""
+        ...
+
+    def vocabulary(self) -> Vocabulary:
+        """What every id says, for a sampler that looks for texts or holds turns to a form."""
+        ...
+
+    def constraint(self, tools: Sequence[ToolSpec]) -> Constraint:
+        """Holds every call of a turn to a tool's name and schema. Raises ValueError in a family where that cannot be said."""
         ...
 
 

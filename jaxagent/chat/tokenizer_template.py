@@ -17,7 +17,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from jaxagent.chat.dialect import Dialect, call_id, schema
 from jaxagent.chat.history import PROBE_TOOL, ChatOptions, Rewriting, Tongue, compare, rewritings
-from jaxagent.types import Message, ToolCall, ToolSpec
+from jaxagent.chat.vocabulary import call_constraint, vocabulary_of
+from jaxagent.types import Constraint, Message, ToolCall, ToolSpec, Vocabulary
 
 _MARK = "\ue000"
 _HIDDEN = re.compile(f"{_MARK}([0-9]+);")  # stands for a control token inside a text while the template renders
@@ -113,6 +114,13 @@ class TokenizerTemplate:
     def text(self, ids: Sequence[int]) -> str:
         # Some tokenizers ask for spaces before punctuation to be taken out: a text must be what its ids say.
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    def vocabulary(self) -> Vocabulary:
+        return vocabulary_of(self.tokenizer, self._control_tokens)
+
+    def constraint(self, tools: Sequence[ToolSpec]) -> Constraint:
+        added = self.tokenizer.get_added_vocab()
+        return call_constraint(self.turn, self.text, frozenset(added[token] for token in self._control_tokens), tools)
 
     # ------------------------------------------------------------------ what the template can do
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -21,11 +22,14 @@ import numpy as np
 from flax import nnx
 
 from jaxagent.engine.cache import new_cache
+from jaxagent.engine.control_table import ControlTable, wants_controls
+from jaxagent.engine.controls import ControlSizes, new_controls
 from jaxagent.engine.slots import AWAY, Row, SlotTable
 from jaxagent.engine.steps import make_steps, new_rows
+from jaxagent.engine.stops import end_of, sample_of
 from jaxagent.models.transformer import Decoder, DecoderConfig, Params, logical_axes, params_of
 from jaxagent.sharding import DeviceMesh
-from jaxagent.types import Sample, SampleRequest
+from jaxagent.types import Sample, SampleRequest, Vocabulary
 
 QUIET_S = 0.0005  # requests that arrive closer together than this are decoded together
 
@@ -48,6 +52,12 @@ class EngineOptions:
     linger: float = 0.3  # longest wait for company, as a share of a decode call
     dtype: str = "float32"  # of the sampler's weights and cache
     record_routing: bool = False  # a mixture's experts are recorded for every token, so that training can take the same
+    bias_entries: int = 16  # most entries of a request's logit_bias
+    stop_sequences: int = 8  # most stop sequences of a request
+    stop_sequence_tokens: int = 12  # most tokens of one
+    top_logprobs: int = 0  # most likely tokens that a request may ask for beside the sampled one
+    prompt_logprobs: bool = False  # whether a request may ask for the log-probs of what it feeds
+    constraint_states: int = 0  # states of all constraints in use; each takes a bit per token: 19 KB for 152K tokens
 
     def __post_init__(self) -> None:
         if self.slot_tokens % self.chunk:
@@ -86,20 +96,32 @@ class EngineStats:
 class Engine:
     """Samples turns for many trajectories at once, on the weights last published. Implements `types.Sampler`.
 
-    `mesh` is one replica: only its tensor axis may be larger than 1.
+    `mesh` is one replica: only its tensor axis may be larger than 1. `vocabulary` says what tokens mean, for stop strings and
+    constraints; without one they are refused.
     """
 
-    def __init__(self, config: DecoderConfig, options: EngineOptions, mesh: DeviceMesh):
+    def __init__(self, config: DecoderConfig, options: EngineOptions, mesh: DeviceMesh, vocabulary: Vocabulary | None = None):
         self.options = o = options
         self.table = SlotTable(o.slots, o.slot_tokens, o.fork_min_tokens)
         dtype = jnp.dtype(o.dtype)
         self._steps = make_steps(
-            config, dtype=dtype, chunk=o.chunk, decode_tokens=o.decode_tokens, mesh=mesh, record_routing=o.record_routing
+            config,
+            dtype=dtype,
+            chunk=o.chunk,
+            decode_tokens=o.decode_tokens,
+            mesh=mesh,
+            record_routing=o.record_routing,
+            top_logprobs=o.top_logprobs,
         )
         self._lengths = used_lengths(o.chunk, o.slot_tokens)
         self._widths = sorted({-(-o.slots // parts) for parts in (1, 2, 4)})
         self._cache = mesh.place(new_cache(config, o.slots, o.slot_tokens, dtype), (None, "kv_heads"))
-        self._rows = mesh.place(new_rows(o.slots, o.stop_tokens))
+        sizes = ControlSizes(**{name: getattr(o, name) for name in ControlSizes.__annotations__})
+        self.controls = ControlTable(sizes, config.vocab_size, mesh, vocabulary)
+        plain = new_rows(o.slots, o.stop_tokens)
+        self._rows = mesh.place({**plain, **new_controls(o.slots, sizes)})
+        self._arming = {name: np.zeros(old.shape, old.dtype) for name, old in plain.items()}
+        self._arming |= {"controlled": np.zeros(o.slots, bool), "mask": np.zeros(o.slots, bool)}
         skeleton = nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0)))
         self._shardings = mesh.shardings(logical_axes(skeleton), params_of(skeleton)[1])
         self._mesh = mesh
@@ -126,6 +148,10 @@ class Engine:
             raise ValueError(
                 f"trajectory {request.trajectory!r}: token {strange[0]} is not in a vocabulary of {self._vocab_size}"
             )
+        if fault := self.controls.fault(request.sampling):
+            raise ValueError(f"trajectory {request.trajectory!r}: {fault}")
+        if request.sampling.constraint is not None:
+            await asyncio.to_thread(self.controls.compile, request)  # may take a second, the first time
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Sample] = loop.create_future()
         self._post(lambda: self._accept(request, (loop, future)))
@@ -233,11 +259,13 @@ class Engine:
         self._prefill()
         rows = [row for row in self.table.by_slot if row and row.request]
         slot_W, used = self._active(rows)
-        decoded = self._steps.decode(self._params, self._cache, self._rows, self._armed, slot_W, used)
-        self._cache, self._rows, tokens, logprobs, routing = decoded
+        state = self._params, self._cache, self._rows, self._armed, self.controls.grammars
+        self._cache, self._rows, tokens, logprobs, routing, top = self._steps.decode(*state, slot_W, used)
         self._armed = self._no_arming()
         tokens_WN, logprobs_WN = np.asarray(tokens), np.asarray(logprobs)
-        self._collect(rows, slot_W is None, tokens_WN, logprobs_WN, None if routing is None else np.asarray(routing))
+        at = list(range(len(rows))) if slot_W is not None else [row.slot for row in rows]
+        self.controls.keep_top(rows, at, top)
+        self._collect(rows, at, tokens_WN, logprobs_WN, None if routing is None else np.asarray(routing))
         self._segment_s = time.monotonic() - began
         self._stats.busy_s += self._segment_s
         self._stats.decode_calls += 1
@@ -267,6 +295,17 @@ class Engine:
             self._fork(forks[i : i + rows])
         for row in begun:
             self._arm(row)
+        self._control([row for row in begun if self._armed["controlled"][row.slot]])
+
+    def _control(self, begun: list[Row]) -> None:
+        """Writes the controls of new turns that have some."""
+        width = self.options.append_rows
+        for i in range(0, len(begun), width):
+            slot_R, controls = self.controls.controls(begun[i : i + width], width, self._in_progress())
+            self._rows = self._steps.settle(self._rows, slot_R, controls)
+
+    def _in_progress(self) -> Iterator[SampleRequest]:
+        return (row.request for row in self.table.rows.values() if row.request)
 
     def _append(self, bucket: int, work: list[tuple[Row, list[int]]]) -> None:
         rows = self.options.append_rows
@@ -275,7 +314,13 @@ class Engine:
         for i, (row, tokens) in enumerate(work):
             slot_R[i], start_R[i], count_R[i] = row.slot, row.cached, len(tokens)
             token_RA[i, : len(tokens)] = tokens
-        self._cache, routing = self._steps.append(self._params, self._cache, slot_R, token_RA, start_R, count_R)
+        score = self.controls.score(work, rows)
+        appended = self._steps.append(self._params, self._cache, slot_R, token_RA, start_R, count_R, score)
+        self._cache, routing, logprobs = appended
+        if score is not None and score[1].any():
+            logprobs_RA = np.asarray(logprobs)
+            for i, (row, tokens) in enumerate(work):
+                row.fed_logprobs += logprobs_RA[i, : len(tokens)].tolist()
         if routing is not None:
             routing_RA = np.asarray(routing)
             for i, (row, tokens) in enumerate(work):
@@ -318,6 +363,7 @@ class Engine:
             "temperature": request.sampling.temperature,
             "top_k": request.sampling.top_k,
             "top_p": request.sampling.top_p,
+            "controlled": wants_controls(request.sampling),
         }
         for name, value in state.items():
             self._armed[name][row.slot] = value
@@ -325,18 +371,17 @@ class Engine:
         self._armed["stop"][row.slot, : len(request.stop)] = request.stop
 
     def _no_arming(self) -> dict[str, np.ndarray]:
-        rows = {name: np.zeros(old.shape, old.dtype) for name, old in self._rows.items()}
-        return {"mask": np.zeros(self.options.slots, bool), **rows}
+        return {name: np.zeros_like(value) for name, value in self._arming.items()}
 
     def _collect(
-        self, rows: list[Row], by_slot: bool, tokens_WN: np.ndarray, logprobs_WN: np.ndarray, routing_WN: np.ndarray | None
+        self, rows: list[Row], places: list[int], tokens_WN: np.ndarray, logprobs_WN: np.ndarray, routing_WN: np.ndarray | None
     ) -> None:
-        """Hands the emitted tokens to their rows, which lie by slot or in order, and answers the turns that ended."""
+        """Hands the emitted tokens, each row's at its place, to the rows, and answers the turns that ended."""
         answers: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Future, Sample]]] = {}
         counts = (tokens_WN >= 0).sum(axis=1).tolist()
         tokens, logprobs = tokens_WN.tolist(), logprobs_WN.tolist()
-        for i, row in enumerate(rows):
-            at = row.slot if by_slot else i
+        for row, at in zip(rows, places, strict=True):
+            assert row.request is not None
             n = counts[at]
             row.tokens += tokens[at][:n]
             row.logprobs += logprobs[at][:n]
@@ -344,26 +389,31 @@ class Engine:
             if routing_WN is not None:
                 row.routing.append(routing_WN[at, :n])
             self._stats.sampled += n
-            assert row.request is not None
-            stopped = row.tokens[-1] in row.request.stop
-            if stopped or len(row.tokens) == row.request.sampling.max_tokens:
+            end = end_of(row.tokens, len(row.tokens) - n, row.request, self.controls.pieces)
+            if end is not None or len(row.tokens) == row.request.sampling.max_tokens:
+                if row.request.sampling.stop_strings:  # the device knows nothing of them: it is told to stop
+                    self._freeze(row)
                 loop, future = row.ticket
-                answers.setdefault(loop, []).append((future, self._finish(row, stopped)))
+                answers.setdefault(loop, []).append((future, self._finish(row, end)))
         for loop, batch in answers.items():
             _tell(loop, _resolve, batch)
 
-    def _finish(self, row: Row, stopped: bool) -> Sample:
-        request = row.request
-        assert request is not None
-        self.table.end(row, time.monotonic())
+    def _freeze(self, row: Row) -> None:
+        self._armed["mask"][row.slot] = True
+        self._armed["live"][row.slot] = False
+
+    def _finish(self, row: Row, end: int | None) -> Sample:
+        self._stats.sampled -= 0 if end is None else len(row.tokens) - end
         self._stats.turns += 1
-        routing = np.concatenate(row.routing) if row.routing else None
-        return Sample(row.tokens, row.logprobs, row.versions, stopped, request.start, list(request.tokens), routing)
+        sample = sample_of(row, end)
+        self.table.end(row, time.monotonic())
+        return sample
 
     # ------------------------------------------------------------------ what callers post
 
     def _accept(self, request: SampleRequest, ticket: tuple[asyncio.AbstractEventLoop, asyncio.Future]) -> None:
-        fault = self.table.check(request)
+        queued = (waiting for waiting, _ in self.table.waiting)
+        fault = self.table.check(request) or self.controls.shortage(request, itertools.chain(self._in_progress(), queued))
         if self._params is None:
             fault = "the engine has no weights yet: publish some before sampling"
         if fault:
@@ -375,8 +425,7 @@ class Engine:
     def _release(self, trajectory: str) -> None:
         row = self.table.rows.get(trajectory)
         if row and row.request and row.slot != AWAY:
-            self._armed["mask"][row.slot] = True
-            self._armed["live"][row.slot] = False
+            self._freeze(row)
         ticket = self.table.release(trajectory)
         if ticket:
             loop, future = ticket
@@ -394,7 +443,8 @@ class Engine:
         none = np.zeros(rows, np.int32)
         for bucket in self.options.append_tokens:
             empty = np.zeros((rows, bucket), np.int32)
-            self._cache, _ = self._steps.append(self._params, self._cache, none, empty, none, none)
+            appended = self._steps.append(self._params, self._cache, none, empty, none, none, self.controls.score([], rows))
+            self._cache = appended[0]
         nowhere, length = np.full(rows, self.options.slots, np.int32), 0
         while length < self.options.slot_tokens:
             length = self._copied_length(length + 1)
@@ -403,11 +453,14 @@ class Engine:
             if self.options.offload_after_s:
                 stash = jax.device_get(self._steps.stash(self._cache, 0, length))
                 self._cache = self._steps.restore(self._cache, self.options.slots, stash)
+        self.controls.warm_up()
+        slot_R, controls = self.controls.controls([], rows, [])
+        self._rows = self._steps.settle(self._rows, slot_R, controls)
         programs = [(None, 0)] if self.options.exact else [(w, used) for w in self._widths for used in self._lengths]
         for width, used in programs:
             slot_W = None if width is None else np.full(width, self.options.slots, np.int32)
-            decoded = self._steps.decode(self._params, self._cache, self._rows, self._armed, slot_W, used)
-            self._cache, self._rows, *_ = decoded
+            state = self._params, self._cache, self._rows, self._armed, self.controls.grammars
+            self._cache, self._rows, *_ = self._steps.decode(*state, slot_W, used)
         jax.block_until_ready(self._cache)
 
     def _abandon(self) -> None:

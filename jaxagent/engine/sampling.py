@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt32
 
+from jaxagent.engine.controls import Grammars, Rows, adjust, drop_unlikely, effective_temperature
+
 BLOCK = 128  # vocabulary entries per block of the two-level search
 
 
@@ -43,10 +45,17 @@ def restrict(z_CV: Float[Array, "C V"], top_k_C: Int[Array, "C"], top_p_C: Float
     """Sends the entries outside top-k, and then outside the nucleus of what is left, to -inf; ties are kept."""
     score = jnp.exp(z_CV - z_CV.max(-1, keepdims=True))
     k = jnp.where(top_k_C > 0, top_k_C, z_CV.shape[-1]).astype(jnp.float32)
-    score = jnp.where(score >= threshold(score, jnp.ones_like(score), k)[:, None], score, 0.0)
     # The nucleus of top_p = 1 is everything: float sums must not cut its tail.
-    want = jnp.where(top_p_C < 1, top_p_C * score.sum(-1), 0.0)
-    cut = jnp.where(top_p_C < 1, threshold(score, score, want), 0.0)
+    within = top_p_C < 1
+
+    def drop_beyond_k(score: Array) -> Array:
+        return jnp.where(score >= threshold(score, jnp.ones_like(score), k)[:, None], score, 0.0)
+
+    def nucleus(score: Array) -> Array:
+        return jnp.where(within, threshold(score, score, jnp.where(within, top_p_C * score.sum(-1), 0.0)), 0.0)
+
+    score = jax.lax.cond(jnp.any(top_k_C > 0), drop_beyond_k, lambda score: score, score)
+    cut = jax.lax.cond(jnp.any(within), nucleus, lambda score: jnp.zeros_like(top_p_C), score)
     return jnp.where((score > 0) & (score >= cut[:, None]), z_CV, -jnp.inf)
 
 
@@ -74,22 +83,57 @@ def draw_inverse_cdf(z_CV: Float[Array, "C V"], u_C: Float[Array, "C"]) -> tuple
     return token.astype(jnp.int32), logprob
 
 
-def sample(
-    logits_CV: Float[Array, "C V"],
-    u_C: Float[Array, "C"],
-    temperature_C: Float[Array, "C"],
-    top_k_C: Int[Array, "C"],
-    top_p_C: Float[Array, "C"],
+def scores(logits_CV: Float[Array, "C V"], rows: Rows, grammars: Grammars | None = None) -> Float[Array, "C V"]:
+    """What is drawn from, as unnormalised log-probs: `types.Sampling` has the formula. Every setting is data.
+
+    Rows that set nothing but a temperature get logits / temperature bit for bit, and where all rows are such the rest is not
+    computed.
+    """
+    z_CV = logits_CV / effective_temperature(rows["temperature"])[:, None]
+    truncated = jnp.any((rows["top_k"] > 0) | (rows["top_p"] < 1))
+    if "controlled" not in rows:
+        return jax.lax.cond(truncated, lambda z: restrict(z, rows["top_k"], rows["top_p"]), lambda z: z, z_CV)
+    controlled = jnp.any(rows["controlled"])
+
+    def make(z: Array) -> Array:
+        z = jax.lax.cond(controlled, lambda z: adjust(z, rows, grammars), lambda z: z, z)
+        z = jax.lax.cond(truncated, lambda z: restrict(z, rows["top_k"], rows["top_p"]), lambda z: z, z)
+        return jax.lax.cond(controlled, lambda z: drop_unlikely(z, rows), lambda z: z, z)
+
+    return jax.lax.cond(controlled | truncated, make, lambda z: z, z_CV)
+
+
+def choose(
+    z_CV: Float[Array, "C V"], u_C: Float[Array, "C"], temperature_C: Float[Array, "C"]
 ) -> tuple[Int[Array, "C"], Float[Array, "C"]]:
-    """One token and its log-prob per row; every setting is data. Temperature 0 takes the likeliest token, log-prob 0."""
+    """One token and its log-prob per row. Temperature 0 takes the likeliest token, log-prob 0."""
     greedy = temperature_C <= 0
-    z = logits_CV / jnp.where(greedy, 1.0, temperature_C)[:, None]
-    restricted = jnp.any((top_k_C > 0) | (top_p_C < 1))
-    z = jax.lax.cond(restricted, lambda z: restrict(z, top_k_C, top_p_C), lambda z: z, z)
-    token, logprob = draw_inverse_cdf(z, u_C)
+    token, logprob = draw_inverse_cdf(z_CV, u_C)
 
     def take_likeliest(token: Array, logprob: Array) -> tuple[Array, Array]:
-        likeliest = jnp.argmax(logits_CV, -1).astype(jnp.int32)
+        likeliest = jnp.argmax(z_CV, -1).astype(jnp.int32)
         return jnp.where(greedy, likeliest, token), jnp.where(greedy, 0.0, logprob)
 
     return jax.lax.cond(jnp.any(greedy), take_likeliest, lambda token, logprob: (token, logprob), token, logprob)
+
+
+def likeliest(z_CV: Float[Array, "C V"], rows: Rows, count: int) -> tuple[Int[Array, "C n"], Float[Array, "C n"]]:
+    """The `count` likeliest tokens and their log-probs, best first, where a row in progress asks for them; else zeros.
+
+    Of a greedy row: those at temperature 1.
+    """
+
+    def find(z: Array) -> tuple[Array, Array]:
+        value, token = jax.lax.top_k(z, count)
+        return token.astype(jnp.int32), value - jax.nn.logsumexp(z, axis=-1, keepdims=True)
+
+    shape = z_CV.shape[0], count
+    none = jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)
+    return jax.lax.cond(jnp.any(rows["top"] & rows["live"]), find, lambda z: none, z_CV)
+
+
+def sample(
+    logits_CV: Float[Array, "C V"], u_C: Float[Array, "C"], rows: Rows, grammars: Grammars | None = None
+) -> tuple[Int[Array, "C"], Float[Array, "C"]]:
+    """One token and its log-prob per row."""
+    return choose(scores(logits_CV, rows, grammars), u_C, rows["temperature"])

@@ -39,6 +39,8 @@ class Row:
     stash: Any = None  # its keys and values in host memory, while it has no slot
     routing: list[Any] = field(default_factory=list)  # recorded experts of this turn's tokens, in pieces
     prompt_routing: list[Any] = field(default_factory=list)  # those of the prompt's cached tokens, for who forks them
+    fed_logprobs: list[float | None] = field(default_factory=list)  # of this turn's fed tokens, where they are asked for
+    top: list[tuple[Any, Any]] = field(default_factory=list)  # likeliest tokens of this turn and their log-probs, in pieces
 
     @property
     def known(self) -> int:
@@ -109,7 +111,8 @@ class SlotTable:
             self._begin(row, request, ticket)
             if row.group and len(row.prompt) >= self.fork_min:
                 leader = self.leaders.setdefault(row.group, row)
-                if leader is not row and leader.prompt == row.prompt:
+                scored = request.sampling.prompt_logprobs  # the log-probs of a prompt come with its prefill
+                if leader is not row and leader.prompt == row.prompt and not scored:
                     row.source, row.cached, row.backlog = leader, len(row.prompt) - 1, []
 
     def _seat(self, row: Row) -> None:
@@ -120,7 +123,8 @@ class SlotTable:
         row.held += request.tokens
         row.backlog = row.held[row.cached : -1]
         row.request, row.ticket = request, ticket
-        row.tokens, row.logprobs, row.versions, row.routing = [], [], [], []
+        row.tokens, row.logprobs, row.versions, row.routing, row.top = [], [], [], [], []
+        row.fed_logprobs = [] if row.turns_done else [None]  # nothing says how likely a trajectory's first token is
         self.begun.append(row)
 
     def end(self, row: Row, now: float) -> None:

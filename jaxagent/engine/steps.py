@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 from jaxagent.engine.cache import (
     Cache,
@@ -28,7 +28,8 @@ from jaxagent.engine.cache import (
     working_copy,
     write_slot,
 )
-from jaxagent.engine.sampling import sample, uniforms
+from jaxagent.engine.controls import Grammars, Rows, effective_temperature, follow, settle
+from jaxagent.engine.sampling import choose, likeliest, scores, uniforms
 from jaxagent.models.adapters import merged, unadapted
 from jaxagent.models.attention import Attend
 from jaxagent.models.layers import rms_norm
@@ -36,7 +37,9 @@ from jaxagent.models.moe import mix_experts
 from jaxagent.models.transformer import Decoder, DecoderConfig, Params, embed, head_logits, head_table, unstack
 from jaxagent.sharding import DeviceMesh
 
-Rows = dict[str, Array]
+Forward = Callable[..., tuple[Array, Cache, Array | None]]
+
+SCORED = 64  # fed tokens whose logits exist at once where their log-probs are asked for
 
 
 def new_rows(slots: int, stops: int) -> Rows:
@@ -59,15 +62,23 @@ class Steps:
     """The jitted programs of one engine; shapes are fixed by the arguments they are first called with."""
 
     publish: Callable[..., Params]
-    append: Callable[..., tuple[Cache, Array | None]]
+    append: Callable[..., tuple[Cache, Array | None, Array | None]]
     fork: Callable[..., Cache]
     stash: Callable[..., Cache]
     restore: Callable[..., Cache]
-    decode: Callable[..., tuple[Cache, Rows, Array, Array, Array | None]]
+    decode: Callable[..., tuple[Cache, Rows, Array, Array, Array | None, tuple[Array, Array] | None]]
+    settle: Callable[..., Rows]
 
 
 def make_steps(
-    config: DecoderConfig, *, dtype: jnp.dtype, chunk: int, decode_tokens: int, mesh: DeviceMesh, record_routing: bool = False
+    config: DecoderConfig,
+    *,
+    dtype: jnp.dtype,
+    chunk: int,
+    decode_tokens: int,
+    mesh: DeviceMesh,
+    record_routing: bool = False,
+    top_logprobs: int = 0,
 ) -> Steps:
     """Builds the programs for a decoder on one replica. `chunk` and `decode_tokens` are static; every other choice is data.
 
@@ -75,8 +86,53 @@ def make_steps(
     step, and how many positions of them are in use, and reads these in one pass.
 
     Adapters are merged when weights are published: decoding costs what it does without them. With `record_routing`, append
-    and decode also return the experts of every fed token, int16 [..., L, k].
+    and decode also return the experts of every fed token, int16 [..., L, k]. With `top_logprobs` = n, rows need controls, and
+    decode also returns the n likeliest tokens and their log-probs, [C, N, n], of the rows that ask for them.
     """
+    forward = forward_fn(config, mesh, record_routing)
+
+    def publish(params: Params) -> Params:
+        # A real copy: an output that is its own input would die when the learner donates its weights.
+        return unstack(jax.tree.map(lambda w: jnp.array(w, dtype, copy=True), merged(params, config)), config.layers)
+
+    def append(
+        params: Params,
+        cache: Cache,
+        slot_R: Int[Array, "R"],
+        token_RA: Int[Array, "R A"],
+        start_R: Int[Array, "R"],
+        count_R: Int[Array, "R"],
+        score: tuple[Array, Array] | None = None,
+    ) -> tuple[Cache, Array | None, Array | None]:
+        """`score`: int32 [R], the token that follows each row's; and f32 [R], the temperature of the log-probs, 0 for none."""
+        ahead = jnp.arange(token_RA.shape[1])
+        valid_RA = ahead < count_R[:, None]
+        pos_RA = jnp.where(valid_RA, start_R[:, None] + ahead, 0)
+        attend = attend_slots(slot_R, pos_RA, valid_RA, chunk, config.attention)
+        x, cache, routing = forward(params, cache, token_RA, pos_RA, attend)
+        if score is None:
+            return cache, routing, None
+        next_R, temperature_R = score
+        next_RA = jnp.where(ahead == count_R[:, None] - 1, next_R[:, None], jnp.roll(token_RA, -1, axis=1))
+        return cache, routing, fed_logprobs(params, x, next_RA, temperature_R, config)
+
+    return Steps(
+        publish=jax.jit(publish),
+        append=jax.jit(append, donate_argnums=1),
+        fork=jax.jit(copy_prefix, static_argnums=3, donate_argnums=0),
+        stash=jax.jit(read_slot, static_argnums=2),
+        restore=jax.jit(write_slot, donate_argnums=0),
+        decode=jax.jit(
+            decode_fn(config, forward, chunk, decode_tokens, record_routing, top_logprobs),
+            static_argnums=6,
+            donate_argnums=(1, 2),
+        ),
+        settle=jax.jit(settle, donate_argnums=0),
+    )
+
+
+def forward_fn(config: DecoderConfig, mesh: DeviceMesh, record_routing: bool) -> Forward:
+    """The decoder up to its last hidden state: (params, cache, token_BT, pos_BT, attend) -> (x, cache, experts or None)."""
     block_graph = nnx.split(nnx.eval_shape(lambda: Decoder(unadapted(config), nnx.Rngs(0)).blocks))[0]
 
     mix = partial(mix_experts, spec=config.mixture, mesh=mesh) if config.experts else None
@@ -95,37 +151,35 @@ def make_steps(
                 chosen.append(routing.experts_BTk.astype(jnp.int16))
         return x, tuple(grown), jnp.stack(chosen, axis=2) if chosen else None
 
-    def publish(params: Params) -> Params:
-        # A real copy: an output that is its own input would die when the learner donates its weights.
-        return unstack(jax.tree.map(lambda w: jnp.array(w, dtype, copy=True), merged(params, config)), config.layers)
+    return forward
 
-    def append(
-        params: Params,
-        cache: Cache,
-        slot_R: Int[Array, "R"],
-        token_RA: Int[Array, "R A"],
-        start_R: Int[Array, "R"],
-        count_R: Int[Array, "R"],
-    ) -> tuple[Cache, Array | None]:
-        ahead = jnp.arange(token_RA.shape[1])
-        valid_RA = ahead < count_R[:, None]
-        pos_RA = jnp.where(valid_RA, start_R[:, None] + ahead, 0)
-        attend = attend_slots(slot_R, pos_RA, valid_RA, chunk, config.attention)
-        return forward(params, cache, token_RA, pos_RA, attend)[1:]
+
+def decode_fn(
+    config: DecoderConfig, forward: Forward, chunk: int, decode_tokens: int, record_routing: bool, top_logprobs: int
+) -> Callable[..., Any]:
+    """A segment of `decode_tokens` tokens for all rows, or for those of some slots; frozen ones emit -1."""
 
     def decode(
-        params: Params, cache: Cache, rows: Rows, armed: Rows, slot_W: Int[Array, "W"] | None = None, used: int = 0
-    ) -> tuple[Cache, Rows, Array, Array, Array | None]:
+        params: Params,
+        cache: Cache,
+        rows: Rows,
+        armed: Rows,
+        grammars: Grammars | None = None,
+        slot_W: Int[Array, "W"] | None = None,
+        used: int = 0,
+    ) -> tuple[Cache, Rows, Array, Array, Array | None, tuple[Array, Array] | None]:
         all_rows = arm(rows, armed)
         rows = all_rows if slot_W is None else pick(all_rows, slot_W)
         width, start_W = rows["token"].shape[0], rows["pos"]
         u_WN = uniforms(rows["key"], start_W[:, None] + 1 + jnp.arange(decode_tokens))
         shape = width, decode_tokens
         routed = jnp.zeros((*shape, config.layers, config.experts_per_token), jnp.int16) if record_routing else None
-        emitted = jnp.full(shape, -1, jnp.int32), jnp.zeros(shape, jnp.float32), routed
+        ranked = *shape, top_logprobs
+        top = (jnp.zeros(ranked, jnp.int32), jnp.zeros(ranked, jnp.float32)) if top_logprobs else None
+        emitted = jnp.full(shape, -1, jnp.int32), jnp.zeros(shape, jnp.float32), routed, top
 
-        def step(i: Array, carry: tuple[Cache, Rows, Array, Array, Any]) -> tuple[Cache, Rows, Array, Array, Any]:
-            cache, rows, tokens, logprobs, routed = carry
+        def step(i: Array, carry: tuple[Cache, Rows, Array, Array, Any, Any]) -> tuple[Cache, Rows, Array, Array, Any, Any]:
+            cache, rows, tokens, logprobs, routed, top = carry
             live = rows["live"]
             pos = jnp.where(live, rows["pos"], 0)[:, None]
             if slot_W is None:
@@ -134,13 +188,16 @@ def make_steps(
                 attend = attend_working_copy(start_W, i, used, decode_tokens, config.attention)
             x, cache, routing = forward(params, cache, rows["token"][:, None], pos, attend)
             hidden = rms_norm(x[:, 0], params["norm"], config.norm_eps, config.plus_one_norms)
-            logits = head_logits(head_table(params, config), hidden, config)
-            token, logprob = sample(logits, u_WN[:, i], rows["temperature"], rows["top_k"], rows["top_p"])
+            z = scores(head_logits(head_table(params, config), hidden, config), rows, grammars)
+            token, logprob = choose(z, u_WN[:, i], rows["temperature"])
             tokens = tokens.at[:, i].set(jnp.where(live, token, -1))
             logprobs = logprobs.at[:, i].set(jnp.where(live, logprob, 0.0))
             if routing is not None:
                 routed = routed.at[:, i].set(routing[:, 0])
-            return cache, advance(rows, token), tokens, logprobs, routed
+            if top is not None:
+                best = likeliest(z, rows, top_logprobs)
+                top = top[0].at[:, i].set(best[0]), top[1].at[:, i].set(best[1])
+            return cache, advance(rows, token, grammars), tokens, logprobs, routed, top
 
         if slot_W is None:
             return jax.lax.fori_loop(0, decode_tokens, step, (cache, rows, *emitted))
@@ -149,20 +206,40 @@ def make_steps(
         cache = keep_new(cache, copy, slot_W, used, start_W, rows["pos"] - start_W)
         return cache, put_back(all_rows, rows, slot_W), *out
 
-    return Steps(
-        publish=jax.jit(publish),
-        append=jax.jit(append, donate_argnums=1),
-        fork=jax.jit(copy_prefix, static_argnums=3, donate_argnums=0),
-        stash=jax.jit(read_slot, static_argnums=2),
-        restore=jax.jit(write_slot, donate_argnums=0),
-        decode=jax.jit(decode, static_argnums=5, donate_argnums=(1, 2)),
-    )
+    return decode
+
+
+def fed_logprobs(
+    params: Params,
+    x_RAD: Float[Array, "R A D"],
+    next_RA: Int[Array, "R A"],
+    temperature_R: Float[Array, "R"],
+    config: DecoderConfig,
+) -> Float[Array, "R A"]:
+    """log p(next) under softmax(logits / temperature) after every fed token, as the learner computes it.
+
+    Zeros where no row of the call has a temperature above 0. Logits exist for SCORED tokens at a time.
+    """
+    temperature_RA = jnp.broadcast_to(effective_temperature(temperature_R)[:, None], next_RA.shape)
+
+    def one(work: tuple[Array, Array, Array]) -> Array:
+        x, token, temperature = work
+        hidden = rms_norm(x, params["norm"], config.norm_eps, config.plus_one_norms)
+        z = head_logits(head_table(params, config), hidden, config) / temperature
+        return z[token] - jax.nn.logsumexp(z)
+
+    def all_of(x: Array) -> Array:
+        flat = x.reshape(-1, x.shape[-1]), next_RA.reshape(-1), temperature_RA.reshape(-1)
+        return jax.lax.map(one, flat, batch_size=SCORED).reshape(next_RA.shape)
+
+    return jax.lax.cond(jnp.any(temperature_R > 0), all_of, lambda x: jnp.zeros(next_RA.shape, jnp.float32), x_RAD)
 
 
 def arm(rows: Rows, armed: Rows) -> Rows:
-    """Overwrites the rows that `armed["mask"]` marks: a turn begins, or a released row is frozen."""
+    """Overwrites the rows that `armed["mask"]` marks: a turn begins, or a released row is frozen. What it lacks, stays."""
     pick = armed["mask"]
-    return {name: jnp.where(pick.reshape(pick.shape + (1,) * (old.ndim - 1)), armed[name], old) for name, old in rows.items()}
+    new = {name: value for name, value in armed.items() if name != "mask"}
+    return rows | {name: jnp.where(pick.reshape(pick.shape + (1,) * (x.ndim - 1)), x, rows[name]) for name, x in new.items()}
 
 
 def pick(rows: Rows, slot_W: Int[Array, "W"]) -> Rows:
@@ -176,11 +253,14 @@ def put_back(rows: Rows, picked: Rows, slot_W: Int[Array, "W"]) -> Rows:
     return {name: state.at[slot_W].set(picked[name], mode="drop") for name, state in rows.items()}
 
 
-def advance(rows: Rows, token: Int[Array, "C"]) -> Rows:
-    """Live rows take the drawn token as pending; a stop token or an empty budget freezes them."""
+def advance(rows: Rows, token: Int[Array, "C"], grammars: Grammars | None = None) -> Rows:
+    """Live rows take the drawn token as pending; a stop token, a stop sequence or an empty budget freezes them."""
     live = rows["live"]
     left = rows["left"] - live
     stopped = jnp.any(token[:, None] == rows["stop"], axis=-1) | (left <= 0)
+    if "controlled" in rows:
+        rows, done = follow(rows, token, grammars)
+        stopped |= done
     return {
         **rows,
         "token": jnp.where(live, token, rows["token"]),

@@ -21,8 +21,12 @@ def keys(rows: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 2**32, (rows, 2), np.uint32)
 
 
-def settings(rows: int, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0) -> tuple[np.ndarray, ...]:
-    return np.full(rows, temperature, np.float32), np.full(rows, top_k, np.int32), np.full(rows, top_p, np.float32)
+def settings(rows: int, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0) -> dict[str, np.ndarray]:
+    return {
+        "temperature": np.full(rows, temperature, np.float32),
+        "top_k": np.full(rows, top_k, np.int32),
+        "top_p": np.full(rows, top_p, np.float32),
+    }
 
 
 def softmax(z: np.ndarray) -> np.ndarray:
@@ -47,7 +51,7 @@ def test_many_draws_are_distributed_as_the_softmax(vocab: int, temperature: floa
     rows = 20_000
     one = logits(1, vocab)
     u = uniforms(keys(rows), np.full((rows, 1), 5, np.int32))[:, 0]
-    token, _ = run(np.broadcast_to(one, (rows, vocab)), u, *settings(rows, temperature))
+    token, _ = run(np.broadcast_to(one, (rows, vocab)), u, settings(rows, temperature))
     expected = rows * softmax(one / temperature)[0]
     observed = np.bincount(token, minlength=vocab)
     rare = expected < 5  # joined, for the test wants some in every class
@@ -91,8 +95,8 @@ def test_a_token_of_probability_zero_is_never_drawn(u: float) -> None:
 def test_the_restricted_set_is_exactly_that_of_sorting(top_k: int, top_p: float, coarse: bool) -> None:
     z = logits(64, 40)
     z = np.round(z) if coarse else z
-    _, k, p = settings(64, top_k=top_k, top_p=top_p)
-    restricted = np.asarray(jax.jit(restrict)(z, k, p))
+    set_ = settings(64, top_k=top_k, top_p=top_p)
+    restricted = np.asarray(jax.jit(restrict)(z, set_["top_k"], set_["top_p"]))
     for row, got in zip(z, restricted, strict=True):
         np.testing.assert_array_equal(np.isfinite(got), kept(row, top_k, top_p))
         np.testing.assert_array_equal(got[np.isfinite(got)], row[np.isfinite(got)])
@@ -112,7 +116,7 @@ def test_a_tiny_nucleus_keeps_the_likeliest_token() -> None:
 @pytest.mark.parametrize(("temperature", "top_k", "top_p"), [(1.0, 0, 1.0), (0.7, 0, 1.0), (0.7, 5, 1.0), (1.3, 6, 0.8)])
 def test_the_logprob_is_that_of_the_distribution_that_was_sampled_from(temperature: float, top_k: int, top_p: float) -> None:
     z, u = logits(200, 300), np.random.default_rng(2).random(200).astype(np.float32)
-    token, logprob = run(z, u, *settings(200, temperature, top_k, top_p))
+    token, logprob = run(z, u, settings(200, temperature, top_k, top_p))
     for row, t, lp in zip(z / np.float32(temperature), np.asarray(token), np.asarray(logprob), strict=True):
         inside = kept(row, top_k, top_p)
         assert inside[t]
@@ -122,17 +126,17 @@ def test_the_logprob_is_that_of_the_distribution_that_was_sampled_from(temperatu
 
 def test_temperature_zero_takes_the_likeliest_token_with_logprob_zero() -> None:
     z = logits(50, 300)
-    token, logprob = run(z, np.linspace(0.01, 1, 50, dtype=np.float32), *settings(50, temperature=0.0))
+    token, logprob = run(z, np.linspace(0.01, 1, 50, dtype=np.float32), settings(50, temperature=0.0))
     np.testing.assert_array_equal(token, z.argmax(-1))
     np.testing.assert_array_equal(logprob, 0.0)
 
 
 def test_the_settings_of_a_row_do_not_change_a_bit_of_its_neighbours() -> None:
     z, u = logits(4, 40), np.asarray([0.2, 0.4, 0.6, 0.8], np.float32)
-    plain = run(z, u, *settings(4))
-    temperature, top_k, top_p = settings(4)
-    temperature[1], top_k[2], top_p[3] = 0.0, 3, 0.5
-    mixed = run(z, u, temperature, top_k, top_p)
+    plain = run(z, u, settings(4))
+    others = settings(4)
+    others["temperature"][1], others["top_k"][2], others["top_p"][3] = 0.0, 3, 0.5
+    mixed = run(z, u, others)
     for a, b in zip(plain, mixed, strict=True):
         assert a[0] == b[0]
     assert mixed[0][1] == z[1].argmax()

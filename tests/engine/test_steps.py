@@ -53,7 +53,7 @@ class Rig:
         for i, (s, at, tokens) in enumerate(work):
             slot[i], start[i], count[i] = s, at, len(tokens)
             token[i, : len(tokens)] = tokens
-        self.cache, _ = self.steps.append(self.params, self.cache, slot, token, start, count)
+        self.cache = self.steps.append(self.params, self.cache, slot, token, start, count)[0]
 
     def decode(
         self, begin: dict[int, tuple[int, int]] | None = None, left: int = 20, stop: int = -1, used: int = 0
@@ -66,7 +66,8 @@ class Rig:
             armed["mask"][slot] = armed["live"][slot] = True
             armed["token"][slot], armed["pos"][slot], armed["left"][slot], armed["key"][slot] = token, pos, left, (7, slot)
         slots = np.asarray([2, 0, SLOTS, 1], np.int32) if used else None
-        self.cache, self.rows, tokens, logprobs, _ = self.steps.decode(self.params, self.cache, self.rows, armed, slots, used)
+        state = self.params, self.cache, self.rows, armed
+        self.cache, self.rows, tokens, logprobs, *_ = self.steps.decode(*state, None, slots, used)
         order = [1, 3, 0] if used else slice(None)  # back to the order of the slots
         return np.asarray(tokens)[order], np.asarray(logprobs)[order]
 
