@@ -129,7 +129,7 @@ def likeliest(z_CV: Float[Array, "C V"], rows: Rows, count: int) -> tuple[Int[Ar
 
     shape = z_CV.shape[0], count
     none = jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)
-    return jax.lax.cond(jnp.any(rows["top"] & rows["live"]), find, lambda z: none, z_CV)
+    return jax.lax.cond(jnp.any(rows["top"] & rows["controlled"] & rows["live"]), find, lambda z: none, z_CV)
 
 
 def sample(
