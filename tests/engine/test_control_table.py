@@ -70,7 +70,7 @@ def test_what_does_not_fit_beside_the_turns_in_progress_is_said() -> None:
 def test_the_controls_of_rows_stand_in_their_places_and_the_rest_is_for_nobody() -> None:
     table = ControlTable(SIZES, len(PIECES), tiny.mesh())
     asked = Sampling(min_p=0.5, logit_bias=((3, 1.5),), stop_sequences=((4, 5),), top_logprobs=1, presence_penalty=0.25)
-    row = begun(SampleRequest("a", (1, 2), 0, (0, 0), (), asked), known=2, history=[1, 2])
+    row = begun(SampleRequest("a", (1, 2), 0, (0, 0), (), asked), held=[1, 2])
     slots, controls = table.controls([row], 2, [])
     assert slots[0] == 2
     assert slots[1] > 1000

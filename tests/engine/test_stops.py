@@ -55,7 +55,7 @@ def test_a_stop_is_found_at_the_same_place_however_the_turn_was_cut_into_calls(s
 
 def test_what_was_sampled_behind_the_end_leaves_no_trace() -> None:
     request = ask(top_logprobs=1, prompt_logprobs=True)
-    row = Row("t", "", 0, known=1, history=[1], request=request, fed_logprobs=[None])
+    row = Row("t", "", 0, held=[1], request=request, fed_logprobs=[None])
     row.tokens, row.logprobs, row.versions = [5, 6, 7, 8], [-1.0, -2.0, -3.0, -4.0], [2] * 4
     row.routing = [np.zeros((3, 1, 1)), np.ones((4, 1, 1))]  # three fed tokens, four that were decoded
     row.top = [(np.asarray([[5, 0], [6, 0], [7, 0]]), -np.ones((3, 2))), (np.asarray([[8, 0]] * 3), -np.ones((3, 2)))]
@@ -64,4 +64,4 @@ def test_what_was_sampled_behind_the_end_leaves_no_trace() -> None:
     assert sample.routing.shape == (5, 1, 1)
     assert sample.top_logprobs == [[(5, -1.0)], [(6, -1.0)]]
     assert sample.fed_logprobs == [None]
-    assert row.history == [1, 5, 6]
+    assert row.tokens == [5, 6]
