@@ -217,11 +217,12 @@ class Parts:
         self.sandbox.close()
 
 
-def build(config: ConfigDict, log: Path | None = None) -> Parts:
+def build(config: ConfigDict, log: Path | None = None, *, with_critic: bool = True) -> Parts:
     """Builds every part; what needs something outside (task file, checkpoint, sandbox) comes before what compiles.
 
     Args:
         log: where the embedded sandbox server writes what it has to say.
+        with_critic: for algorithms that have one; an evaluation needs none.
     """
     world = envs.find(config.env.name)(**config.env.options)
     if config.warmup.steps and not hasattr(world, "demonstrate"):
@@ -237,7 +238,7 @@ def build(config: ConfigDict, log: Path | None = None) -> Parts:
         sandbox = Sandbox(config.sandbox, world, log)
         undo.callback(sandbox.close)
         learner = Learner(decoder, start_weights(config, decoder, mesh), mesh, algorithm, learner_options)
-        critic = critic_of(learner) if algorithm.critic else None
+        critic = critic_of(learner) if algorithm.critic and with_critic else None
         engine_options = EngineOptions(**config.engine, record_routing=config.learner.replay_routing)
         engines = Replicas([Engine(decoder, engine_options, place) for place in mesh.replicas()])
         undo.callback(engines.close)

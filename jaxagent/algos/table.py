@@ -147,7 +147,8 @@ TABLE = {
                               kl="k1_reward"),
     "ppo":          _PPO,
     "ppo_dual":     replace(_PPO, source="arXiv:1912.09729", clip_dual=3.0),
-    "ppo_turn":     replace(_PPO, source="arXiv:1707.06347, a turn as one action", aggregate="turn_mean", unit="turn", gamma=0.95, gae_lambda=0.95),
+    "ppo_turn":     replace(_PPO, source="arXiv:1707.06347, a turn as one action", aggregate="turn_mean", unit="turn",
+                            gamma=0.95, gae_lambda=0.95),
     # a stale or mismatched sampler
     "decoupled":    replace(_GRPO, source="arXiv:2505.24298", aggregate="token_mean", importance="token_masked",
                             importance_bounds=(0.0, 5.0)),
