@@ -19,7 +19,6 @@ from jaxagent.algos.advantages import (
     gae,
     moving_baseline,
     of_rollouts_and_turns,
-    overlong_penalty,
     whitened,
 )
 from jaxagent.algos.table import Algorithm
@@ -101,14 +100,11 @@ class Rollout:
             found[self.turn_of_token[self.first_tokens]] = self.sampled(self.value)[self.first_tokens]
         return found
 
-    def shaping(self, algorithm: Algorithm) -> np.ndarray:
-        """What the algorithm itself adds to the reward, per turn: the distance to the reference, and overlong rollouts."""
-        added = np.zeros(len(self.turns), np.float32)
-        if self.penalty:
-            added -= np.bincount(self.turn_of_token, self.sampled(self.penalty), len(added)).astype(np.float32)
-        if algorithm.overlong[1]:
-            added[-1] += overlong_penalty(len(self.turn_of_token), *algorithm.overlong)
-        return added
+    @property
+    def penalty_of_turns(self) -> np.ndarray:
+        if not self.penalty:
+            return np.zeros(len(self.turns))
+        return np.bincount(self.turn_of_token, self.sampled(self.penalty), len(self.turns))
 
 
 Arrays = Mapping[int, np.ndarray]
@@ -192,10 +188,9 @@ def _advantages(
     """(advantages, targets of the critic, where it is judged) of the sampled tokens of every rollout."""
     if algorithm.unit == "token":
         return _of_tokens(rollouts, algorithm)
-    shaping = [rollout.shaping(algorithm) for rollout in rollouts]
-    for added, mean in zip(shaping, means, strict=True):
-        added[-1] -= mean
-    rewards = [np.asarray([turn.reward for turn in r.turns]) + added for r, added in zip(rollouts, shaping, strict=True)]
+    rewards = [np.asarray([turn.reward for turn in r.turns]) - r.penalty_of_turns for r in rollouts]
+    for reward, mean in zip(rewards, means, strict=True):
+        reward[-1] -= mean
     mask_BU = padded([np.ones(len(r.turns), bool) for r in rollouts])
     if algorithm.unit == "turn":
         value = [r.value_of_turns for r in rollouts]
@@ -215,10 +210,7 @@ def _of_tokens(
         nothing = np.zeros(len(rollout.turn_of_token), np.float32)
         reward = -rollout.sampled(rollout.penalty) if rollout.penalty else nothing
         last = np.cumsum(rollout.lengths) - 1
-        of_turns = np.asarray([turn.reward for turn in rollout.turns], np.float32)
-        if algorithm.overlong[1]:
-            of_turns[-1] += overlong_penalty(len(reward), *algorithm.overlong)
-        np.add.at(reward, np.maximum(last, 0), of_turns)
+        np.add.at(reward, np.maximum(last, 0), [turn.reward for turn in rollout.turns])
         rewards.append(reward)
     mask = padded([np.ones(len(reward), bool) for reward in rewards])
     value = padded([r.sampled(r.value) if r.value else np.zeros(len(x)) for r, x in zip(rollouts, rewards, strict=True)])

@@ -248,7 +248,6 @@ def test_a_value_that_a_component_refuses_is_a_fault_in_its_words(override: str,
         ("warmup_optimizer.lr=0.1", BASE, "warmup.steps is 0"),
         ("feed.max_rounds=5", BASE, "the algorithm keeps all groups"),
         ("algo.length=50", BASE, "only the aggregation sequence_sum_norm divides by it"),
-        ("algo.turn_weight=2", BASE, "algo.turns is none: turns are not compared"),
         ("algo.gamma=0.9", BASE, "returns of whole rollouts are not discounted"),
         ("algo.gae_lambda=0.9", BASE, "grpo has no critic"),
         ("algo.kl=k2_loss", BASE, "algo.kl_coef is 0"),
@@ -274,7 +273,7 @@ def test_a_key_is_not_inert_where_another_gives_it_a_meaning() -> None:
     assert faults_with("warmup.demos=5", "warmup.steps=2") == []
     assert faults_with("algo.importance=token_truncated", "algo.importance_bounds=(0,3)", "train.old_logprob=trainer") == []
     assert faults_with("algo.kl=k1_reward", "algo.kl_coef=0.01") == []
-    assert faults_with("algo.gamma=0.9", "algo.turn_weight=2", "algo.turns=all") == []
+    assert faults_with("algo.gamma=0.9", "algo.turns=all") == []
     assert faults_with("critic.lr=0.1", "critic.warmup_steps=5", "algo.name=ppo", "algo.gae_lambda=0.9") == []
     assert faults_with("feed.rollouts=1", "algo.name=reinforce_pp") == []
     assert faults_with("lora.alpha=3", "lora.targets=q_proj,mlp.*", "lora.rank=4", "learner.frozen_dtype=bfloat16") == []

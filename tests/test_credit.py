@@ -280,15 +280,6 @@ def test_spiral_compares_each_role_with_its_own_moving_mean() -> None:
     assert baselines == pytest.approx({"0": 0.142625, "1": -0.142625})
 
 
-def test_overlong_rollouts_pay_with_what_they_sampled_and_not_with_what_tools_said() -> None:
-    rows = [row(0, [1.0, 0.0], n=4), row(1, [0.0], n=2)]  # 8 and 2 sampled tokens
-    rows[1].feed([1] * 20)
-    algorithm = choose("dr_grpo", overlong=(10, 4))
-    assign([group("a", *rows)], algorithm)
-    assert advantages(rows) == near([0.25, 0.25], [-0.25])  # 8 is half of the way from 6 to 10
-    assign([group("a", *rows)], choose("reinforce_pp", overlong=(10, 4)))
-
-
 def test_dropped_rollouts_leave_the_loss_and_the_denominator_but_not_their_group() -> None:
     rows = [row(0, [1.0]), row(1, [0.0]), row(2, [0.5], StopReason.MAX_TOKENS)]
     kept, idle = training_rows([group("a", *rows)], choose("dr_grpo", drop_overlong=True))

@@ -166,8 +166,3 @@ def moving_baseline(reward_B: Float[np.ndarray, " B"], baseline: float, decay: f
         return reward_B, baseline
     kept = decay ** len(reward_B)
     return (reward_B - baseline).astype(np.float32), kept * baseline + (1 - kept) * float(reward_B.mean())
-
-
-def overlong_penalty(length: int, longest: int, buffer: int) -> float:
-    """0 up to `longest - buffer` tokens, then falling linearly to -1 at `longest` (DAPO, arXiv:2503.14476, eq. 13)."""
-    return -min(max(length - (longest - buffer), 0) / buffer, 1.0)

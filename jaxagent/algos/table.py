@@ -46,14 +46,13 @@ class Algorithm:
         whiten: advantages are whitened over all sampled tokens of the step.
         baseline_decay: rewards are taken less a moving mean of their role; 0 is off.
         clip_low, clip_high: the ratio may move to [1 - clip_low, 1 + clip_high].
-        clip_dual: c of the dual clip; 0 is off.
+        clip_dual: c > 1 of the dual clip, for a bound that is a multiple of the ratio; 0 is off.
         length: the constant of sequence_sum_norm, in tokens.
         kl, kl_coef: the estimate of KL(policy, policy at the start of reinforcement), and whether it is subtracted from the
             reward of every token or added to the loss.
         entropy_coef: of the entropy that is subtracted from the loss.
         importance, importance_bounds: the weight old / behaviour, see losses.importance_weight.
         filter, filter_bounds: see losses.kept_sequences.
-        overlong: (longest, buffer) in sampled tokens of a rollout, see advantages.overlong_penalty; (0, 0) is off.
         drop_overlong: rollouts that ran out of tokens leave the loss and its denominator, but not their group.
     """
 
@@ -85,7 +84,6 @@ class Algorithm:
     importance_bounds: tuple[float, float] = (0.0, 2.0)
     filter: str = "none"
     filter_bounds: tuple[float, float] = (0.999, 1.001)
-    overlong: tuple[int, int] = (0, 0)
     drop_overlong: bool = False
 
     @property
@@ -171,14 +169,12 @@ class Choice:
     name: str
     advantage: str | None = None
     turns: str | None = None
-    turn_weight: float | None = None
     gamma: float | None = None
     gae_lambda: float | None = None
     aggregate: str | None = None
     select: str | None = None
     clip_low: float | None = None
     clip_high: float | None = None
-    clip_dual: float | None = None
     length: float | None = None
     kl: str | None = None
     kl_coef: float | None = None
@@ -187,7 +183,6 @@ class Choice:
     importance_bounds: tuple[float, float] | None = None
     filter: str | None = None
     filter_bounds: tuple[float, float] | None = None
-    overlong: tuple[int, int] | None = None
     drop_overlong: bool | None = None
 
     def __post_init__(self) -> None:
@@ -215,7 +210,7 @@ def _faults(row: Algorithm) -> Iterator[str]:
             yield f"algo.{column} must be {' or '.join(known) if len(known) == 2 else 'one of ' + ', '.join(known)}; got " + (
                 f"{getattr(row, column)!r}{why}"
             )
-    for column in ("clip_low", "clip_high", "clip_dual", "kl_coef", "entropy_coef", "turn_weight"):
+    for column in ("clip_low", "clip_high", "kl_coef", "entropy_coef"):
         if not getattr(row, column) >= 0:
             yield f"algo.{column} must not be negative, got {getattr(row, column)}"
     if not row.length > 0:
@@ -227,12 +222,6 @@ def _faults(row: Algorithm) -> Iterator[str]:
         bounds = getattr(row, column)
         if len(bounds) != 2 or not 0 <= bounds[0] <= bounds[1]:
             yield f"algo.{column} must be (low, high) with 0 <= low <= high, got {bounds}"
-    if len(row.overlong) != 2 or (tuple(row.overlong) != (0, 0) and not 0 < row.overlong[1] <= row.overlong[0]):
-        yield f"algo.overlong must be (longest, buffer) in tokens with 0 < buffer <= longest, or (0, 0); got {row.overlong}"
-    if row.clip_dual and row.clip_dual <= 1:
-        yield f"algo.clip_dual must be above 1, where the ratio starts, or 0 for none; got {row.clip_dual}"
-    if row.clip_dual and row.bound == "capped":
-        yield "algo.clip_dual must be 0 where the bound caps a weight: there the loss is no multiple of the ratio"
     if row.ratio != "token" and row.aggregate != "sequence_mean":
         yield f"algo.aggregate must be sequence_mean for a ratio of sequences, got {row.aggregate!r}"
     if row.ratio == "sequence" and (row.turns != "none" or row.unit != "rollout"):
@@ -249,8 +238,7 @@ def inert_columns(name: str, columns: dict[str, Any]) -> Iterator[tuple[str, str
     dead = {
         ("clip_low", "clip_high"): (row.bound == "unbounded", f"{name} does not bound its ratio"),
         ("length",): (row.aggregate != "sequence_sum_norm", "only the aggregation sequence_sum_norm divides by it"),
-        ("advantage", "turns", "turn_weight"): (row.unit != "rollout", steps),
-        ("turn_weight",): (row.unit == "rollout" and row.turns == "none", "algo.turns is none: turns are not compared"),
+        ("advantage", "turns"): (row.unit != "rollout", steps),
         ("gamma",): (row.unit == "rollout" and row.turns == "none", "returns of whole rollouts are not discounted"),
         ("gae_lambda",): (not row.critic, f"{name} has no critic"),
         ("kl",): (not row.kl_coef, "algo.kl_coef is 0"),

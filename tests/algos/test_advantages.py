@@ -18,7 +18,6 @@ from jaxagent.algos.advantages import (
     gae,
     moving_baseline,
     of_rollouts_and_turns,
-    overlong_penalty,
     returns_to_go,
     whitened,
 )
@@ -349,7 +348,7 @@ def test_the_order_of_rollouts_and_more_padding_change_no_turn(order: list[int],
     assert credit(moved, scope, 0.9)[:, :3] == pytest.approx(credit(turns, scope, 0.9)[order], abs=1e-6)
 
 
-# ====================================================================== roles, lengths
+# ====================================================================== roles
 
 
 def test_the_moving_baseline_of_spiral_is_the_one_from_before_the_game() -> None:
@@ -368,8 +367,3 @@ def test_the_games_of_a_step_share_their_baseline_and_move_it_as_often_as_they_a
     assert advantage == pytest.approx([0.8, -0.2, 0.8, -0.2])
     assert after == pytest.approx(0.2 / 16 + 0.5 * 15 / 16)
     assert moving_baseline(np.zeros(0), 0.2, 0.5)[1] == 0.2
-
-
-@pytest.mark.parametrize(("length", "wanted"), [(1, 0), (16384, 0), (18432, -0.5), (20480, -1), (20481, -1), (10**6, -1)])
-def test_overlong_rollouts_pay_up_to_one(length: int, wanted: float) -> None:
-    assert overlong_penalty(length, 20480, 4096) == wanted

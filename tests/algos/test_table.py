@@ -103,12 +103,9 @@ def test_columns_are_replaced_one_by_one_and_the_page_stays() -> None:
         ({"kl_coef": float("nan")}, "algo.kl_coef must not be negative, got nan"),
         ({"name": "dr_grpo", "length": 0.0}, "algo.length must be positive, got 0.0"),
         ({"name": "ppo", "gae_lambda": 1.5}, "algo.gae_lambda must be between 0 and 1, got 1.5"),
-        ({"clip_dual": 0.5}, "algo.clip_dual must be above 1, where the ratio starts, or 0 for none; got 0.5"),
-        ({"name": "cispo", "clip_dual": 3.0}, "algo.clip_dual must be 0 where the bound caps a weight"),
         ({"name": "gspo", "aggregate": "token_mean"}, "algo.aggregate must be sequence_mean for a ratio of sequences"),
         ({"name": "gspo", "turns": "state"}, r"algo.turns must be none for gspo, .*got 'state' \(try gspo_token\)"),
         ({"importance_bounds": (2.0, 0.5)}, r"algo.importance_bounds must be \(low, high\) with 0 <= low <= high"),
-        ({"overlong": (100, 200)}, "algo.overlong must be .* 0 < buffer <= longest"),
     ],
 )
 def test_a_row_that_cannot_be_built_says_what_is_known(columns: dict[str, Any], fault: str) -> None:
@@ -119,11 +116,11 @@ def test_a_row_that_cannot_be_built_says_what_is_known(columns: dict[str, Any], 
 @pytest.mark.parametrize(
     ("name", "columns", "dead"),
     [
-        ("grpo", {}, {"turn_weight", "gamma", "gae_lambda", "length", "kl", "importance_bounds", "filter_bounds"}),
+        ("grpo", {}, {"gamma", "gae_lambda", "length", "kl", "importance_bounds", "filter_bounds"}),
         ("grpo", {"kl_coef": 0.1, "turns": "all"}, {"gae_lambda", "length", "importance_bounds", "filter_bounds"}),
         ("gigpo", {}, {"gae_lambda", "length", "kl", "importance_bounds", "filter_bounds"}),
-        ("ppo", {"importance": "token_masked", "filter": "k3"}, {"advantage", "turns", "turn_weight", "length", "kl"}),
-        ("decoupled", {"importance": "token"}, {"turn_weight", "gamma", "gae_lambda", "length", "kl"} | {"importance_bounds"}),
+        ("ppo", {"importance": "token_masked", "filter": "k3"}, {"advantage", "turns", "length", "kl"}),
+        ("decoupled", {"importance": "token"}, {"gamma", "gae_lambda", "length", "kl"} | {"importance_bounds"}),
     ],
 )
 def test_columns_that_do_nothing_are_known(name: str, columns: dict[str, Any], dead: set[str]) -> None:
