@@ -199,6 +199,11 @@ def test_gigpo_compares_turns_taken_in_the_same_state() -> None:
     assert metrics["credit/state_singletons"] == pytest.approx(1 / 11)
 
 
+def test_states_that_a_world_does_not_name_are_no_states() -> None:
+    with pytest.raises(ValueError, match=r"algo\.turns=state .* this world names no states"):
+        assign([group("a", row(0, [1.0]), row(1, [0.0]))], choose("gigpo"))
+
+
 def test_turn_ppo_reads_the_value_where_the_turn_begins_and_judges_there() -> None:
     played = row(0, [0.0, 1.0])
     value = np.asarray([9, 0.2, 9, 9, 0.6, 9], np.float32)
