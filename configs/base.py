@@ -64,13 +64,29 @@ def get_config(arg: str = "") -> ConfigDict:
     c.feed.max_rounds = 3  # of replacing groups without a signal, where the algorithm selects mixed groups
     c.feed.max_staleness = 0  # versions between sampling and training
 
-    c.algo = ConfigDict()
-    c.algo.name = "grpo"  # a row of algos/table.py; the keys below replace its columns
-    c.algo.aggregate = placeholder(str)
-    c.algo.select = placeholder(str)
+    c.algo = ConfigDict()  # what the columns mean, and all that they can be, stands in algos/table.py
+    c.algo.name = "grpo"  # a row of that table; the keys below replace its columns where they are given
+    c.algo.advantage = placeholder(str)  # within a group: plain, centred, normalised, leave_one_out
+    c.algo.turns = placeholder(str)  # turns are compared too: with those of the same index or state, or all; or none
+    c.algo.gamma = placeholder(float)  # discount per turn, or per token where tokens are the steps
+    c.algo.gae_lambda = placeholder(float)  # with a critic: 1 trusts returns, 0 values
+    c.algo.aggregate = placeholder(str)  # token_mean, sequence_mean, sequence_sum, sequence_sum_norm, turn_mean
+    c.algo.select = placeholder(str)  # all groups, or mixed: only those whose rewards differ
     c.algo.clip_low = placeholder(float)
     c.algo.clip_high = placeholder(float)
     c.algo.length = placeholder(float)  # tokens, the constant of sequence_sum_norm
+    c.algo.kl = placeholder(str)  # to the policy at the start of reinforcement: k1_reward, k2_loss, k3_loss, ...
+    c.algo.kl_coef = placeholder(float)  # 0 is off, and then no reference is kept; 0.001 is usual
+    c.algo.entropy_coef = placeholder(float)  # 0.001 or less where it is used
+    c.algo.importance = placeholder(str)  # weight old / sampler: token_truncated, token_masked, ...; needs old_logprob=trainer
+    c.algo.importance_bounds = placeholder(tuple)  # (low, high)
+    c.algo.filter = placeholder(str)  # of sequences too far from what sampled them: geometric, k2, k3, unlikely_negative
+    c.algo.filter_bounds = placeholder(tuple)  # (low, high); all but geometric have a high only
+    c.algo.drop_overlong = placeholder(bool)  # rollouts that ran out of tokens leave the loss
+
+    c.critic = ConfigDict()  # of the algorithms that have one
+    c.critic.lr = 1e-5  # peak; ten times a policy's is usual
+    c.critic.warmup_steps = 0  # training steps before the policy moves
 
     c.engine = ConfigDict()
     c.engine.slots = 32  # trajectories resident at once, per replica
@@ -100,8 +116,6 @@ def get_config(arg: str = "") -> ConfigDict:
     c.learner.router_aux_coef = 0.0  # mixtures: weight of the balance loss
     c.learner.router_z_coef = 0.0  # mixtures: weight of the loss that keeps router logits small
     c.learner.attention = "auto"  # back end: xla, splash (TPU), cudnn (GPU), context (cut rows); a run says which and why
-    c.learner.entropy_coef = 0.0
-    c.learner.tis_cap = 0.0  # cap of the importance weight old / behaviour; 0 is off, needs train.old_logprob=trainer
 
     c.train = ConfigDict()
     c.train.steps = 100

@@ -162,6 +162,7 @@ class Agent:
         answer = await env.step(action)
         trajectory.waiting = ""
         turn.reward, turn.reason, turn.tools = answer.reward, answer.reason, answer.tools
+        turn.parts = dict(answer.parts)
         return answer
 
 

@@ -17,6 +17,8 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
+from jaxagent.algos.table import Algorithm, Choice, inert_columns
+
 
 class ConfigError(ValueError):
     """All faults of a config, one per line."""
@@ -205,6 +207,7 @@ def _rule_faults(c: ConfigDict) -> Iterator[str]:
         yield f"sampling.temperature must be positive to explore, got {c.sampling.temperature}"
     if c.sampling.top_k or c.sampling.top_p < 1:
         yield "sampling.top_k and sampling.top_p must be off for training: the trainer's ratios are over all tokens"
+    yield from _algorithm_faults(c)
     if c.train.old_logprob not in ("sampler", "trainer"):
         yield f"train.old_logprob must be sampler or trainer, got {c.train.old_logprob!r}"
     if c.train.minibatches < 1 or c.train.minibatches > c.feed.prompts:
@@ -215,11 +218,33 @@ def _rule_faults(c: ConfigDict) -> Iterator[str]:
         yield f"sandbox.code must be auto, require or off, got {c.sandbox.code!r}"
 
 
+def algorithm_of(c: ConfigDict) -> Algorithm | None:
+    """The row that a config asks for; None where there is no such row, which the table itself tells."""
+    try:
+        return Choice(**c.algo).row
+    except (ValueError, TypeError):
+        return None
+
+
+def _algorithm_faults(c: ConfigDict) -> Iterator[str]:
+    """What an algorithm wants of other sections."""
+    row = algorithm_of(c)
+    if row is None:
+        return
+    if c.feed.rollouts == 1 and (row.compares or row.select == "mixed"):
+        yield f"feed.rollouts must be at least 2, a group of one has no baseline in {c.algo.name}; got 1"
+    if row.old_matters and c.train.old_logprob == "sampler":
+        yield (
+            f"train.old_logprob must be trainer for algo.importance={row.importance} and algo.filter={row.filter}: what the "
+            "sampler said of its own tokens corrects nothing"
+        )
+    if row.critic and c.critic.warmup_steps >= c.train.steps > 0:
+        yield f"critic.warmup_steps={c.critic.warmup_steps} must be below train.steps={c.train.steps}: the policy never moves"
+
+
 def _inert(c: ConfigDict) -> Iterator[tuple[str, str]]:
     """The keys that do nothing as the others stand, and why."""
-    mixed = c.algo.select == "mixed" or (c.algo.select is None and c.algo.name == "dapo")
-    normed = c.algo.aggregate == "sequence_sum_norm" or (c.algo.aggregate is None and c.algo.name == "dr_grpo")
-    unbounded = c.algo.name in ("reinforce", "rloo")
+    row = algorithm_of(c)
     remote = bool(c.sandbox.url)
     all_trained = not (c.lora.rank or c.learner.train_only or c.learner.freeze)
     inert = {
@@ -230,10 +255,8 @@ def _inert(c: ConfigDict) -> Iterator[tuple[str, str]]:
         "chat.history": (not c.init_from, "the template of a policy from scratch rewrites nothing"),
         "warmup.": (not c.warmup.steps, "warmup.steps is 0"),
         "warmup_optimizer.": (not c.warmup.steps, "warmup.steps is 0"),
-        "feed.max_rounds": (not mixed, "the algorithm keeps all groups"),
-        "algo.clip_": (unbounded, f"{c.algo.name} does not bound its ratio"),
-        "algo.length": (not normed, "only the aggregation sequence_sum_norm divides by it"),
-        "learner.tis_cap": (c.train.old_logprob == "sampler", "train.old_logprob is sampler: the weight is 1"),
+        "feed.max_rounds": (row is not None and row.select != "mixed", "the algorithm keeps all groups"),
+        "critic.": (row is not None and not row.critic, f"{c.algo.name} has no critic"),
         "sandbox.token_file": (not remote, "the embedded server makes its own token"),
         "sandbox.code": (remote, "sandbox.url names a server that has its own rules"),
         "sandbox.min_isolation": (remote, "sandbox.url names a server that has its own rules"),
@@ -242,6 +265,7 @@ def _inert(c: ConfigDict) -> Iterator[tuple[str, str]]:
         for prefix, (dead, why) in inert.items():
             if dead and key.startswith(prefix) and key != "warmup.steps":
                 yield key, why
+    yield from ((f"algo.{column}", why) for column, why in inert_columns(c.algo.name, dict(c.algo)))
 
 
 def save(config: ConfigDict, path: Path) -> None:

@@ -67,7 +67,7 @@ def report(workdir: str, split: str, tasks: int | None, rollouts: int | None, te
     """The command `jaxagent eval`: scores the last checkpoint of a run and prints the table as JSON."""
     config = configs.read(Path(workdir) / "config.json")
     use_devices(config)
-    parts = build(config)
+    parts = build(config, with_critic=False)
     try:
         restore_weights(parts, Path(workdir), config.checkpoint.keep)
         c = config.evaluate

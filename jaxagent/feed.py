@@ -31,11 +31,9 @@ class FeedOptions:
     def __post_init__(self) -> None:
         if self.max_staleness:
             raise ValueError(f"feed.max_staleness must be 0 (asynchronous feeding is not built), got {self.max_staleness}")
-        for name in ("prompts", "max_rounds"):
+        for name in ("prompts", "rollouts", "max_rounds"):
             if getattr(self, name) < 1:
                 raise ValueError(f"feed.{name} must be at least 1, got {getattr(self, name)}")
-        if self.rollouts < 2:
-            raise ValueError(f"feed.rollouts must be at least 2, a group of one has no baseline; got {self.rollouts}")
 
 
 class Feed:

@@ -1,5 +1,7 @@
 """The learner: weights, optimizer, and the jitted gradient of packed rows. It knows neither engine nor rollouts.
 
+What is made smaller is told by objective.py: a decoder with a language head is a policy, one with a value head its critic.
+
 A step is `accumulate` for every micro-batch, then `apply`. Gradients are sums; they are divided once, by the sum of the
 tokens' shares, when everything is in. So the split into micro-batches, devices and hosts does not change the result.
 
@@ -9,7 +11,7 @@ argument that no program changes; a resumed run gets them from where the first s
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -20,7 +22,7 @@ import optax
 from flax import nnx
 from flax.traverse_util import flatten_dict
 from jax.sharding import NamedSharding
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 from jaxagent.algos.table import Algorithm
 from jaxagent.data.pack import Batch
@@ -30,6 +32,8 @@ from jaxagent.models.frozen import digest, join, split, trained_names
 from jaxagent.models.head import token_logprobs
 from jaxagent.models.moe import STATS, aux_loss, balance, z_loss
 from jaxagent.models.transformer import Decoder, DecoderConfig, Params, head_table, logical_axes, params_of
+from jaxagent.objective import PolicyObjective, ValueObjective
+from jaxagent.objective import join as join_sums
 from jaxagent.sharding import DeviceMesh
 
 
@@ -46,8 +50,6 @@ class LearnerOptions:
     freeze: str = ""  # globs on weights that are not trained
     frozen_dtype: str = "float32"  # of weights that are not trained; bfloat16 is half the memory
     temperature: float = 1.0  # at which the rollouts were sampled
-    entropy_coef: float = 0.0
-    tis_cap: float = 0.0  # C of token-level truncated importance sampling, old against behaviour; 0 is off
     attention: str = "auto"  # the back end: a name of models/attention_choice.py
     replay_routing: bool = False  # a mixture's tokens take the experts that they took in the sampler
     router_aux_coef: float = 0.0  # of a mixture's balance loss
@@ -100,9 +102,14 @@ def adamw(numbers: dict[str, Any]) -> optax.GradientTransformation:
 
 
 def trained_of(config: DecoderConfig, options: LearnerOptions) -> frozenset[str]:
-    """The dotted names of the weights that are trained. Raises ValueError for patterns that fit no weight of the decoder."""
-    shapes = params_of(nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0))))[1]
-    return trained_names(flatten_dict(shapes, sep="."), options.train_only, options.freeze)
+    """The dotted names of the weights that are trained. Raises ValueError for patterns that fit no weight of the decoder.
+
+    A critic's are those of its policy, with its own head for the policy's.
+    """
+    policy = replace(config, value_head=False)
+    shapes = params_of(nnx.eval_shape(lambda: Decoder(policy, nnx.Rngs(0))))[1]
+    names = trained_names(flatten_dict(shapes, sep="."), options.train_only, options.freeze)
+    return names - {"head"} | {"value"} if config.value_head else names
 
 
 class Learner:
@@ -118,6 +125,7 @@ class Learner:
     ):
         """Args: params: or their shapes only; such a learner holds no arrays, and its programs can be lowered but not run."""
         self.config, self.mesh, self.algorithm, self.options = config, mesh, algorithm, options
+        self.objective = ValueObjective(algorithm) if config.value_head else PolicyObjective(algorithm)
         if options.batch_rows % (rows := mesh.parts("rows")):
             raise ValueError(
                 f"learner.batch_rows={options.batch_rows} must be a multiple of mesh data x fsdp x expert = {rows}"
@@ -139,18 +147,19 @@ class Learner:
         asked = [name for name in ("replay_routing", "router_aux_coef", "router_z_coef") if getattr(options, name)]
         if asked and not config.experts:
             raise ValueError(f"learner.{asked[0]}={getattr(options, asked[0])} wants a mixture of experts; this model has none")
-        sums = dict.fromkeys(_SUMS, mesh.sharding())
+        sums = dict.fromkeys(self.objective.sums, mesh.sharding())
         routed = dict.fromkeys(STATS if config.experts else (), mesh.sharding())
         self._acc_shardings = acc_shardings = {"grads": self._param_shardings, "sums": sums, "router": routed}
         self._new_acc = jax.jit(self._zeros, out_shardings=acc_shardings)
         self._accumulate = jax.jit(
             self._accumulate_fn, donate_argnums=2, out_shardings=acc_shardings, compiler_options=mesh.compiler_options
         )
-        self._score = jax.jit(lambda trained, frozen, batch: self._logprobs(join(trained, frozen), batch)[0])
+        self._score = jax.jit(lambda *parts: self._outputs(join(*parts[:2]), parts[2])[0][self.objective.output])
         moments = self._moment_shardings()
         self._new_moments = jax.jit(_IDLE_ADAMW.init, out_shardings=moments)
         self._apply = jax.jit(_apply, donate_argnums=(0, 1), out_shardings=(self._param_shardings, moments, mesh.sharding()))
         self._acc: Any = None
+        self._reference: Params | None = None
 
     @property
     def params(self) -> Params:
@@ -182,7 +191,9 @@ class Learner:
         self.trained, self.opt_state, norms = self._apply(self.trained, self.opt_state, acc, np.float32(idle_share), numbers)
         self._acc = None
         self.updates += 1
-        metrics = _metrics(jax.device_get(sums), jax.device_get(norms), lr, idle_share)
+        o = self.objective
+        metrics = o.metrics(jax.device_get(sums), idle_share)
+        metrics |= {f"{o.prefix}/{name}": float(x) for name, x in jax.device_get(norms).items()} | {f"{o.prefix}/lr": lr}
         return metrics | (balance(jax.device_get(acc["router"])) if acc["router"] else {})
 
     def warm_up(self) -> None:
@@ -199,7 +210,7 @@ class Learner:
         empty = Batch.empty(self.options.batch_rows, self.options.row_tokens)
         if self.options.replay_routing:
             empty.route(self.config.layers, self.config.experts_per_token)
-        batch = empty.arrays()
+        batch = self._read(empty)
         batch = {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._rows) for name, x in batch.items()}
         numbers = OptimizerOptions().numbers(0.0)
         return {
@@ -208,13 +219,23 @@ class Learner:
         }
 
     def score(self, batch: Batch, *, reference: bool = False) -> np.ndarray:
-        """log p of every token under the current weights, [M, T], by the same function as the loss.
+        """log p of every token under the current weights, [M, T], by the same function as the loss; of a critic its value.
 
         Args:
-            reference: under the base, with every adapter's B at zero: the same program and no second copy of the weights.
+            reference: under the weights that `keep_reference` kept, or else under the base, with every adapter's B at zero:
+                the same program and no second copy of the weights.
         """
-        trained, frozen = (self.trained, self.frozen) if not reference else self._base()
+        trained, frozen = self.trained, self.frozen
+        if reference:
+            trained, frozen = (self._reference, frozen) if self._reference is not None else self._base()
         return np.asarray(self._score(trained, frozen, self._put(batch)))
+
+    def keep_reference(self) -> None:
+        """Keeps what is trained as it is now, for `score`. In the pass's own precision: it scores exactly as it did.
+
+        With adapters they alone are copied, so that a reference after a warm-up, or over given adapters, costs next to nothing.
+        """
+        self._reference = jax.tree.map(lambda w: jnp.array(w, self.options.dtype, copy=True), self.trained)
 
     def _base(self) -> tuple[Params, Params]:
         if others := sorted(name for name in self._names if not is_adapter(name)):
@@ -236,7 +257,8 @@ class Learner:
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint must hold."""
-        return {**self.weights(), "opt_state": self.opt_state}
+        kept = {} if self._reference is None else {"reference": self._reference}
+        return {**self.weights(), "opt_state": self.opt_state, **kept}
 
     def restore_weights(self, weights: dict[str, Any]) -> None:
         """Takes up what `weights` gave. Raises ValueError where the frozen weights are not those it was trained over."""
@@ -246,6 +268,7 @@ class Learner:
     def restore(self, state: dict[str, Any], updates: int) -> None:
         self.restore_weights(state)
         self.opt_state, self.updates = state["opt_state"], updates
+        self._reference = state.get("reference")
 
     # ------------------------------------------------------------------ traced
 
@@ -260,24 +283,28 @@ class Learner:
         )
 
     def _put(self, batch: Batch) -> dict[str, Array]:
-        c = self.config
         if self.options.replay_routing and batch.routing is None:
-            batch.route(c.layers, c.experts_per_token)
-        return jax.device_put(batch.arrays(), self._rows)
+            batch.route(self.config.layers, self.config.experts_per_token)
+        return jax.device_put(self._read(batch), self._rows)
+
+    def _read(self, batch: Batch) -> dict[str, np.ndarray]:
+        """The arrays that the programs take, always the same: what a batch lacks is zero, as a reference in a warm-up."""
+        there, nothing = batch.arrays(), np.zeros(batch.tokens.shape, np.float32)
+        routing = {"routing": there["routing"]} if self.options.replay_routing else {}
+        return {name: there.get(name, nothing) for name in self.objective.reads} | routing
 
     def _zeros(self) -> dict[str, Any]:
         c = self.config
         grads = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), self.trained)
         router = {name: jnp.zeros((c.layers, c.experts) if name in ("load", "mass") else c.layers) for name in STATS}
-        sums = {name: jnp.zeros(()) for name in _SUMS}
+        sums = {name: jnp.zeros(shape) for name, shape in self.objective.sums.items()}
         return {"grads": grads, "sums": sums, "router": router if c.experts else {}}
 
-    def _logprobs(
-        self, params: Params, batch: dict[str, Array]
-    ) -> tuple[Float[Array, "M T"], Float[Array, "M T"], dict[str, Array]]:
-        """log p and entropy aligned to the token, and the router's sums by layer.
+    def _outputs(self, params: Params, batch: dict[str, Array]) -> tuple[dict[str, Array], dict[str, Array]]:
+        """What the head says, aligned to the token, and the router's sums by layer.
 
-        The hidden state at t - 1 speaks of token t. The only shift there is.
+        The hidden state at t - 1 speaks of token t: of its log-prob and entropy, or of the state it is chosen in. The only
+        shift there is.
         """
         o = self.options
         params = jax.tree.map(lambda p: p.astype(o.dtype), params)
@@ -288,10 +315,14 @@ class Learner:
         hidden, routing = policy.hidden(
             batch["tokens"], batch["position"], attend, remat=o.remat, mesh=self.mesh, valid=valid, replay=replay
         )
-        table, following = head_table(params, self.config), jnp.pad(batch["tokens"][:, 1:], ((0, 0), (0, 1)))
-        each = token_logprobs(hidden, table, following, o.temperature, o.head_chunk, self.config.logit_softcap, self.mesh)
-        logprob, entropy = (jnp.pad(x[:, :-1], ((0, 0), (1, 0))) for x in each)
-        return logprob, entropy, routing.stats if routing else {}
+        if self.config.value_head:
+            each = {"value": hidden.astype(jnp.float32) @ params["value"].astype(jnp.float32)}
+        else:
+            table, following = head_table(params, self.config), jnp.pad(batch["tokens"][:, 1:], ((0, 0), (0, 1)))
+            both = token_logprobs(hidden, table, following, o.temperature, o.head_chunk, self.config.logit_softcap, self.mesh)
+            each = dict(zip(("logprob", "entropy"), both, strict=True))
+        aligned = {name: jnp.pad(x[:, :-1], ((0, 0), (1, 0))) for name, x in each.items()}
+        return aligned, routing.stats if routing else {}
 
     def _router_loss(self, stats: dict[str, Array]) -> Array:
         """The balance losses of a micro-batch over all its layers, as transformers has them."""
@@ -299,42 +330,18 @@ class Learner:
         return o.router_aux_coef * aux_loss(together, self.config.mixture) + o.router_z_coef * z_loss(together)
 
     def _loss(self, trained: Params, frozen: Params, batch: dict[str, Array], on_policy: Array) -> tuple[Array, Any]:
-        a, o, mask = self.algorithm, self.options, batch["mask"]
-        new, entropy, router = self._logprobs(join(trained, frozen), batch)
-        held = jax.lax.stop_gradient(new)
-        old = jnp.where(on_policy, held, batch["old_logprob"])
-        ratio = a.ratio(new, old, mask, batch["segment"])
-        loss = a.bound(ratio, batch["advantage"], new, a.clip_low, a.clip_high)
-        if o.tis_cap:
-            loss = loss * jnp.minimum(jnp.exp(jnp.where(mask, old - batch["logprob"], 0.0)), o.tis_cap)
-        bonus = jnp.where(on_policy, 0.0, o.entropy_coef) * entropy
-        loss = jnp.where(mask, loss - bonus, 0.0)
-        total = jnp.sum(loss * batch["weight"])
+        o = self.options
+        outputs, router = self._outputs(join(trained, frozen), batch)
+        total, sums = self.objective.loss(outputs, batch, on_policy)
         if o.router_aux_coef or o.router_z_coef:  # divided by all shares in the end: the mean over micro-batches
-            total = total + self._router_loss(router) * batch["share"].sum()
-        u = jax.lax.stop_gradient(ratio)
-        gap = jnp.where(mask, jnp.abs(held - batch["logprob"]), 0.0)
-        sums = {
-            "share": batch["share"].sum(),
-            "tokens": mask.sum().astype(jnp.float32),
-            "loss": total,
-            "nll": -jnp.sum(jnp.where(mask, held, 0.0)),
-            "entropy": jnp.sum(jnp.where(mask, entropy, 0.0)),
-            "clip_low": jnp.sum(mask & (u < 1 - a.clip_low) & (batch["advantage"] < 0)).astype(jnp.float32),
-            "clip_high": jnp.sum(mask & (u > 1 + a.clip_high) & (batch["advantage"] > 0)).astype(jnp.float32),
-            "kl": jnp.sum(jnp.where(mask, u - 1 - jnp.log(u), 0.0)),  # k3 of old against new
-            "gap": gap.sum(),
-            "gap_max": gap.max(),
-            "ratio_max": jnp.max(jnp.where(mask, u, 0.0)),
-        }
-        return total, (sums, jax.lax.stop_gradient(router))
+            total = total + self._router_loss(router) * sums["share"]
+            sums["loss"] = total
+        return total, (jax.lax.stop_gradient(sums), jax.lax.stop_gradient(router))
 
     def _accumulate_fn(self, trained: Params, frozen: Params, acc: Any, batch: dict[str, Array], on_policy: Array) -> Any:
         (_, (sums, router)), grads = jax.value_and_grad(self._loss, has_aux=True)(trained, frozen, batch, on_policy)
-        old = acc["sums"]
-        joined = {k: jnp.maximum(old[k], v) if k.endswith("_max") else old[k] + v for k, v in sums.items()}
         added = {name: jax.tree.map(jnp.add, acc[name], new) for name, new in (("grads", grads), ("router", router))}
-        return {**added, "sums": joined}
+        return {**added, "sums": join_sums(acc["sums"], sums)}
 
 
 def check_frozen(saved: dict[str, Any], here: dict[str, Any]) -> None:
@@ -362,37 +369,11 @@ def _apply(params: Params, opt_state: Any, acc: Any, idle: Array, numbers: Any) 
     updates, moved = adamw(numbers).update(grads, opt_state, params)
     norm = optax.tree.norm(grads)
     fit = jnp.isfinite(norm)
-    norms = {"grad_norm": norm, "update_norm": optax.tree.norm(updates), "skipped": 1.0 - fit}
+    norms = {"grad_norm": norm, "update_norm": optax.tree.norm(updates), "param_norm": optax.tree.norm(params)}
+    norms["skipped"] = 1.0 - fit
     both = (optax.apply_updates(params, updates), moved), (params, opt_state)
     params, opt_state = jax.tree.map(lambda new, old: jnp.where(fit, new, old), *both)
     return params, opt_state, norms
 
 
 _IDLE_ADAMW = adamw(OptimizerOptions().numbers(0.0))  # for the shape of its state, which no number changes
-_SUMS = (
-    *("share", "tokens", "loss", "nll", "entropy", "clip_low", "clip_high", "kl", "gap"),
-    *("gap_max", "ratio_max"),
-)
-
-
-def _metrics(sums: dict[str, Any], norms: dict[str, Any], lr: float, idle_share: float) -> dict[str, float]:
-    """Means over the tokens that had a gradient."""
-    s = {name: float(value) for name, value in sums.items()}
-    tokens, share = max(s["tokens"], 1.0), max(s["share"] + idle_share, 1e-9)
-    return {
-        "policy/loss": s["loss"] / share,
-        "policy/nll": s["nll"] / tokens,
-        "policy/entropy": s["entropy"] / tokens,
-        "policy/kl": s["kl"] / tokens,
-        "policy/clip_frac": (s["clip_low"] + s["clip_high"]) / tokens,
-        "policy/clip_frac_low": s["clip_low"] / tokens,
-        "policy/clip_frac_high": s["clip_high"] / tokens,
-        "policy/ratio_max": s["ratio_max"],
-        "policy/sampler_logprob_gap": s["gap"] / tokens,
-        "policy/sampler_logprob_gap_max": s["gap_max"],
-        "policy/grad_norm": float(norms["grad_norm"]),
-        "policy/update_norm": float(norms["update_norm"]),
-        "policy/skipped": float(norms["skipped"]),
-        "policy/lr": lr,
-        "policy/tokens": s["tokens"],
-    }

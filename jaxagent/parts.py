@@ -21,11 +21,12 @@ from ml_collections import ConfigDict
 
 from jaxagent import config as configs
 from jaxagent.agent import Agent, Limits
-from jaxagent.algos.table import Algorithm, choose
+from jaxagent.algos.table import Algorithm, Choice, choose
 from jaxagent.chat.family import template_of
 from jaxagent.chat.history import ChatOptions
 from jaxagent.chat.template import Template
 from jaxagent.checkpoint import Checkpoints
+from jaxagent.critic import CriticOptions, critic_of
 from jaxagent.engine.engine import Engine, EngineOptions
 from jaxagent.engine.replicas import Replicas
 from jaxagent.envs import env as envs
@@ -58,7 +59,8 @@ def faults(config: ConfigDict) -> list[str]:
         "sampling": Sampling,
         "rollout": RolloutOptions,
         "feed": FeedOptions,
-        "algo": choose,
+        "algo": Choice,
+        "critic": CriticOptions,
         "engine": EngineOptions,
         "lora": lora_spec,
         "learner": LearnerOptions,
@@ -194,6 +196,7 @@ class Parts:
     decoder: DecoderConfig
     algorithm: Algorithm
     learner: Learner
+    critic: Learner | None
     engines: Replicas
     rollouts: Rollouts
     sandbox: Sandbox
@@ -204,6 +207,8 @@ class Parts:
         with ThreadPoolExecutor(1, "compile-engines") as beside:
             engines = beside.submit(self.engines.warm_up)
             self.learner.warm_up()
+            if self.critic:
+                self.critic.warm_up()
             engines.result()
 
     def close(self) -> None:
@@ -212,11 +217,12 @@ class Parts:
         self.sandbox.close()
 
 
-def build(config: ConfigDict, log: Path | None = None) -> Parts:
+def build(config: ConfigDict, log: Path | None = None, *, with_critic: bool = True) -> Parts:
     """Builds every part; what needs something outside (task file, checkpoint, sandbox) comes before what compiles.
 
     Args:
         log: where the embedded sandbox server writes what it has to say.
+        with_critic: for algorithms that have one; an evaluation needs none.
     """
     world = envs.find(config.env.name)(**config.env.options)
     if config.warmup.steps and not hasattr(world, "demonstrate"):
@@ -232,13 +238,14 @@ def build(config: ConfigDict, log: Path | None = None) -> Parts:
         sandbox = Sandbox(config.sandbox, world, log)
         undo.callback(sandbox.close)
         learner = Learner(decoder, start_weights(config, decoder, mesh), mesh, algorithm, learner_options)
+        critic = critic_of(learner) if algorithm.critic and with_critic else None
         engine_options = EngineOptions(**config.engine, record_routing=config.learner.replay_routing)
         engines = Replicas([Engine(decoder, engine_options, place) for place in mesh.replicas()])
         undo.callback(engines.close)
         agent = Agent(template, world.tools, engines, Limits(**config.agent))
         rollouts = Rollouts(world, agent, sandbox.client, config.seed, RolloutOptions(**config.rollout))
         undo.pop_all()
-    return Parts(world, template, decoder, algorithm, learner, engines, rollouts, sandbox)
+    return Parts(world, template, decoder, algorithm, learner, critic, engines, rollouts, sandbox)
 
 
 def restore_weights(parts: Parts, workdir: Path, keep: int) -> int:

@@ -22,9 +22,11 @@ from ml_collections import ConfigDict
 
 from jaxagent import config as configs
 from jaxagent import finetune
+from jaxagent.algos.losses import kl_estimate
 from jaxagent.checkpoint import Checkpoints
-from jaxagent.credit import training_rows
-from jaxagent.data.pack import fill, pack
+from jaxagent.credit import Credit, assign, counted, credit_metrics, group_metrics, plain_rows, rows_of, sampling_metrics
+from jaxagent.critic import CriticOptions, begin_again
+from jaxagent.data.pack import Batch, fill, pack, unpack
 from jaxagent.data.store import Store, audit
 from jaxagent.data.tasks import TaskStream
 from jaxagent.envs.env import size_of
@@ -64,13 +66,26 @@ class Run:
         self.results: dict[str, Any] = {}  # evaluations, as they stand in eval.json
         tasks = TaskStream(size_of(parts.world, "train"), config.seed)
         self.feed = Feed(parts.world, tasks, parts.rollouts, Sampling(**config.sampling), FeedOptions(**config.feed))
+        self.baselines: dict[str, float] = {}  # moving means of the roles' returns, for algorithms that have them
         self.step = 0  # warm-up steps first, then training steps: one axis
         self.stopping = False
 
     def save(self) -> None:
-        facts = {"step": self.step, "updates": self.parts.learner.updates, "feed": self.feed.state()}
+        learner, critic = self.parts.learner, self.parts.critic
+        facts: dict[str, Any] = {
+            "step": self.step,
+            "updates": learner.updates,
+            "critic_updates": critic.updates if critic else 0,
+        }
+        facts |= {"feed": self.feed.state(), "baselines": self.baselines, "results": self.results}
         with self.clock.part("checkpoint"):
-            self.checkpoints.save(self.step, self.parts.learner.state(), {**facts, "results": self.results})
+            self.checkpoints.save(self.step, {**learner.state(), **self.critic_state()}, facts)
+
+    def critic_state(self) -> dict[str, Any]:
+        """What a checkpoint holds of the critic: nothing before reinforcement, where it begins as a copy of the policy."""
+        if self.parts.critic is None or self.step <= self.config.warmup.steps:
+            return {}
+        return {f"critic_{name}": tree for name, tree in self.parts.critic.state().items()}
 
     def record(self, name: str, table: dict[str, Any]) -> None:
         """Keeps an evaluation in eval.json, whole or not at all."""
@@ -162,7 +177,8 @@ def resume(run: Run) -> None:
     """Compiles, and takes up the last checkpoint if there is one."""
     with run.clock.part("compile"):
         learner, warmup = run.parts.learner, run.config.warmup.steps
-        learner.begin(OptimizerOptions(**run.config.warmup_optimizer), max(warmup, 1))
+        for part in filter(None, (learner, run.parts.critic)):
+            part.begin(OptimizerOptions(**run.config.warmup_optimizer), max(warmup, 1))
         run.parts.compile()
     run.progress.say(f"compiled in {run.clock.parts['compile']:.1f} s")
     latest = run.checkpoints.latest()
@@ -170,18 +186,32 @@ def resume(run: Run) -> None:
         facts = run.checkpoints.facts(latest)
         if facts["step"] > warmup:
             begin_training(run)
-        learner.restore(run.checkpoints.trees(latest, learner.state()), facts["updates"])
+        run.step = facts["step"]
+        ours, critics = learner.state(), run.critic_state()
+        trees = run.checkpoints.trees(latest, {**ours, **critics})
+        learner.restore({name: trees[name] for name in ours}, facts["updates"])
+        if run.parts.critic and critics:
+            state = {name.removeprefix("critic_"): trees[name] for name in critics}
+            run.parts.critic.restore(state, facts["critic_updates"])
         if facts["step"] == warmup:  # what was saved are the moments of the warm-up
             begin_training(run)
         run.feed.restore(facts["feed"])
-        run.step, run.results = facts["step"], facts["results"]
+        run.baselines, run.results = facts["baselines"], facts["results"]
         run.progress.say(f"resumed at step {run.step}")
     run.metrics.start(run.step + 1)
     run.parts.engines.publish(learner.params, version=max(0, run.step - warmup))
 
 
 def begin_training(run: Run) -> None:
-    run.parts.learner.begin(OptimizerOptions(**run.config.optimizer), run.config.train.steps * run.config.train.minibatches)
+    """New moments for both, a critic that starts from the policy as it is now, and the policy kept that it is held to."""
+    c, learner, critic = run.config, run.parts.learner, run.parts.critic
+    optimizer = OptimizerOptions(**c.optimizer)
+    learner.begin(optimizer, (c.train.steps - (c.critic.warmup_steps if critic else 0)) * c.train.minibatches)
+    if run.parts.algorithm.kl_coef:
+        learner.keep_reference()
+    if critic:
+        begin_again(critic, learner)
+        critic.begin(CriticOptions(**c.critic).optimizer(optimizer), c.train.steps * c.train.minibatches)
 
 
 # ====================================================================== warm-up: the format, from a sloppy demonstrator
@@ -226,7 +256,7 @@ def train(run: Run) -> None:
         # Rollouts: every group of this step is sampled from the weights published last.
         with run.clock.part("rollout"):
             groups, sampled = run.feed.take(mixed=parts.algorithm.select == "mixed")
-        values = described(run, sampled)
+        values = described(run, sampled) | group_metrics(groups, sampled)
         # Gradients: rows without advantage cost nothing.
         with run.clock.part("train"):
             values |= update(run, groups, step)
@@ -246,34 +276,80 @@ def train(run: Run) -> None:
 
 def update(run: Run, groups: Sequence[Group], step: int) -> dict[str, float]:
     """One pass over the groups in `train.minibatches` optimizer steps; returns the metrics of those that had tokens."""
-    c, learner, algorithm = run.config, run.parts.learner, run.parts.algorithm
+    c, learner, critic, algorithm = run.config, run.parts.learner, run.parts.critic, run.parts.algorithm
     o = learner.options
+    credits, metrics = credited(run, groups)
     order = np.random.default_rng((c.seed, step)).permutation(len(groups))
     minibatches = []
     for part in np.array_split(order, min(c.train.minibatches, max(1, len(groups)))) if groups else ():
-        rows, idle = training_rows([groups[i] for i in part], algorithm, keep_idle=o.entropy_coef > 0)
+        rows, idle = rows_of([credit for i in part for credit in credits[i]], keep_idle=algorithm.beyond_advantage)
         minibatches.append((pack(rows, batch_rows=o.batch_rows, row_tokens=o.row_tokens), idle))
-    if c.train.old_logprob == "trainer":
-        for batch in (batch for batches, _ in minibatches for batch in batches):
+    policy_moves = critic is None or step >= c.critic.warmup_steps
+    for batch in (batch for batches, _ in minibatches for batch in batches if policy_moves):
+        if c.train.old_logprob == "trainer":
             batch.old_logprob = learner.score(batch)
-    results = []
+        if algorithm.kl_in_loss:
+            batch.reference = learner.score(batch, reference=True)
+    results, criticised = [], []
     for batches, idle in minibatches:
-        for batch in batches:
-            learner.accumulate(batch)
-        results.append(learner.apply(idle))
+        if critic:
+            for batch in batches:
+                critic.accumulate(batch)
+            criticised.append(critic.apply())
+        if policy_moves:
+            for batch in batches:
+                learner.accumulate(batch)
+            results.append(learner.apply(idle))
+    metrics |= joined([result for result in criticised if result["critic/tokens"]])
     taught = [result for result in results if result["policy/tokens"]]
     if not taught:
-        return {}
-    joined = {name: joining(name)([result[name] for result in taught]) for name in taught[0]}
+        return metrics
+    metrics |= joined(taught)
     # Only the first minibatch is scored by the weights that sampled it: later ones would show the update, not a mismatch.
-    for name in ("policy/sampler_logprob_gap", "policy/sampler_logprob_gap_max"):
-        joined[name] = results[0][name] if results[0]["policy/tokens"] else math.nan
-    return {**joined, "train/row_fill": fill([batch for batches, _ in minibatches for batch in batches])}
+    for name in (name for name in taught[0] if name.startswith(("policy/sampler_logprob_gap", "off_policy/"))):
+        metrics[name] = results[0][name] if results[0]["policy/tokens"] else math.nan
+    return {**metrics, "train/row_fill": fill([batch for batches, _ in minibatches for batch in batches])}
+
+
+def credited(run: Run, groups: Sequence[Group]) -> tuple[list[list[Credit]], dict[str, float]]:
+    """What every row is to learn, after what critic and reference have to say of it."""
+    c, learner, critic, algorithm = run.config, run.parts.learner, run.parts.critic, run.parts.algorithm
+    shape = {"batch_rows": learner.options.batch_rows, "row_tokens": learner.options.row_tokens}
+    asked = critic is not None or algorithm.kl_in_reward
+    trajectories = counted(groups) if asked else []
+    rows = plain_rows(trajectories)
+    batches = pack(rows, **shape)
+
+    def by_row(score: Callable[[Batch], np.ndarray]) -> dict[int, np.ndarray]:
+        scores = unpack(rows, [score(batch) for batch in batches], **shape)
+        return {id(row): x for row, x in zip(trajectories, scores, strict=True)}
+
+    def distance(batch: Batch) -> np.ndarray:
+        now = learner.score(batch) if c.train.old_logprob == "trainer" else batch.logprob
+        return np.asarray(kl_estimate(algorithm.kl_estimate, now - learner.score(batch, reference=True))) * batch.mask
+
+    kl = by_row(distance) if algorithm.kl_in_reward else {}
+    credits = assign(
+        groups,
+        algorithm,
+        penalty={row: algorithm.kl_coef * x for row, x in kl.items()},
+        value=by_row(critic.score) if critic else None,
+        baselines=run.baselines,
+    )
+    metrics = credit_metrics([credit for of_group in credits for credit in of_group], algorithm)
+    if kl:
+        metrics["policy/kl_reference"] = sum(float(x.sum()) for x in kl.values()) / sum(sum(t.mask) for t in trajectories)
+    return credits, metrics
+
+
+def joined(results: Sequence[dict[str, float]]) -> dict[str, float]:
+    """The step's metrics from those of its minibatches."""
+    return {name: joining(name)([result[name] for result in results]) for name in results[0]} if results else {}
 
 
 def joining(name: str) -> Callable[[list[float]], float]:
     """How the minibatches' values of a metric become the step's."""
-    if name in ("policy/tokens", "policy/skipped"):
+    if name.endswith(("/tokens", "/skipped")):
         return sum
     return max if name.endswith("_max") else mean
 
@@ -326,6 +402,7 @@ def described(run: Run, groups: Sequence[Group]) -> dict[str, float]:
         "engine/forked": float(stats.forked),
         "sandbox/restarts": float(run.parts.sandbox.restarts),
     }
+    values |= sampling_metrics(good, run.step - run.config.warmup.steps)
     for stop in sorted({row.stop for row in rows}):
         values[f"rollout/stop_{stop}"] = mean(row.stop == stop for row in rows)
     return values

@@ -225,7 +225,8 @@ class Turn:
     text: str = ""
     reward: float = 0.0
     reason: str = ""  # of the reward
-    advantage: float | None = None  # None until the group is complete, and for turns that do not count
+    parts: dict[str, float] = field(default_factory=dict)  # of the reward, by name; what they leave of it is one more
+    advantage: float | None = None  # mean of its tokens; None until the group is complete, and for turns that do not count
     error: str = ""  # what was wrong with the turn's syntax
     tools: list[ToolRecord] = field(default_factory=list)
 

@@ -18,8 +18,8 @@ STORIES = ("jaxagent.train", "jaxagent.finetune")
 # Every module of jaxagent, from the ground up: an import goes to a lower floor, or stays on its own without a circle.
 FLOORS = (
     "types metrics progress config sharding compiled algos",
-    "rewards tools chat data view models checkpoint",
-    "credit envs engine learner",
+    "rewards tools chat data view models checkpoint objective",
+    "credit envs engine learner critic",
     "agent",
     "rollout",
     "feed serve",
@@ -97,9 +97,9 @@ def test_the_host_wing_knows_no_arrays_directly_or_through_others() -> None:
     assert [(name, other) for name in wing for other in reach(name) if roots(other) & {"jax", "flax", "optax"}] == []
 
 
-def test_algorithms_know_jax_and_themselves_only() -> None:
+def test_algorithms_know_arrays_and_themselves_only() -> None:
     for name in (name for name in OURS if room(name) == "algos"):
-        allowed = {"jax", "jaxtyping", *sys.stdlib_module_names}
+        allowed = {"jax", "jaxtyping", "numpy", *sys.stdlib_module_names}
         assert {found for found in imports(name) if found.partition(".")[0] not in allowed} <= set(OURS)
         assert {room(found) for found in imports(name) & set(OURS)} <= {"algos"}
 

@@ -227,7 +227,9 @@ def test_all_faults_of_all_sections_are_told_at_once() -> None:
         ("feed.rollouts=1", "feed.rollouts must be at least 2"),
         ("feed.max_staleness=1", "feed.max_staleness must be 0"),
         ("algo.name=ppo2", "algo.name must be one of reinforce, rloo, grpo"),
-        ("algo.clip_low=-1", "algo.clip_low and algo.clip_high must not be negative"),
+        ("algo.clip_low=-1", "algo.clip_low must not be negative, got -1.0"),
+        ("critic.lr=0", "critic.lr must be positive, got 0.0"),
+        ("critic.warmup_steps=-1", "critic.warmup_steps must be at least 0, got -1"),
         ("env.options.flaky=1", r"env.options.flaky must be in [0, 1), got 1"),
         ("env.name=chian", "env.name must be a file of jaxagent/envs or a dotted module; got 'chian'"),
         ("env.name=no_such_package.world", "env.name must be a file of jaxagent/envs or a dotted module"),
@@ -246,7 +248,12 @@ def test_a_value_that_a_component_refuses_is_a_fault_in_its_words(override: str,
         ("warmup_optimizer.lr=0.1", BASE, "warmup.steps is 0"),
         ("feed.max_rounds=5", BASE, "the algorithm keeps all groups"),
         ("algo.length=50", BASE, "only the aggregation sequence_sum_norm divides by it"),
-        ("learner.tis_cap=2", BASE, "train.old_logprob is sampler"),
+        ("algo.gamma=0.9", BASE, "returns of whole rollouts are not discounted"),
+        ("algo.gae_lambda=0.9", BASE, "grpo has no critic"),
+        ("algo.kl=k2_loss", BASE, "algo.kl_coef is 0"),
+        ("algo.importance_bounds=(0,3)", BASE, "algo.importance=none has no bounds"),
+        ("algo.filter_bounds=(0,3)", BASE, "algo.filter is none"),
+        ("critic.lr=0.1", BASE, "grpo has no critic"),
         ("sandbox.token_file=token", BASE, "the embedded server makes its own token"),
         ("lora.alpha=3", BASE, "lora.rank is 0"),
         ("lora.targets=q_proj", BASE, "lora.rank is 0"),
@@ -264,10 +271,29 @@ def test_a_key_is_not_inert_where_another_gives_it_a_meaning() -> None:
     assert faults_with("feed.max_rounds=5", "algo.name=dapo") == []
     assert faults_with("algo.length=50", "algo.name=dr_grpo") == []
     assert faults_with("warmup.demos=5", "warmup.steps=2") == []
-    assert faults_with("learner.tis_cap=2", "train.old_logprob=trainer") == []
+    assert faults_with("algo.importance=token_truncated", "algo.importance_bounds=(0,3)", "train.old_logprob=trainer") == []
+    assert faults_with("algo.kl=k1_reward", "algo.kl_coef=0.01") == []
+    assert faults_with("algo.gamma=0.9", "algo.turns=all") == []
+    assert faults_with("critic.lr=0.1", "critic.warmup_steps=5", "algo.name=ppo", "algo.gae_lambda=0.9") == []
+    assert faults_with("feed.rollouts=1", "algo.name=reinforce_pp") == []
     assert faults_with("lora.alpha=3", "lora.targets=q_proj,mlp.*", "lora.rank=4", "learner.frozen_dtype=bfloat16") == []
     for pattern in ("learner.freeze=embed", "learner.train_only=*norm"):
         assert faults_with("learner.frozen_dtype=bfloat16", pattern) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "fault"),
+    [
+        (["algo.name=icepop"], "train.old_logprob must be trainer for algo.importance=token_masked and algo.filter=none"),
+        (["algo.filter=k3"], "train.old_logprob must be trainer for algo.importance=none and algo.filter=k3"),
+        (["feed.rollouts=1"], "feed.rollouts must be at least 2, a group of one has no baseline in grpo; got 1"),
+        (["feed.rollouts=1", "algo.name=ppo", "algo.select=mixed"], "feed.rollouts must be at least 2"),
+        (["algo.name=ppo", "critic.warmup_steps=100"], "critic.warmup_steps=100 must be below train.steps=100"),
+    ],
+)
+def test_what_an_algorithm_wants_of_other_sections_is_told(overrides: list[str], fault: str) -> None:
+    (found,) = faults_with(*overrides)
+    assert found.startswith(fault)
 
 
 def test_clipping_an_algorithm_without_a_bound_does_nothing_and_is_told() -> None:
@@ -336,7 +362,7 @@ def test_a_component_tells_all_that_it_refuses() -> None:
     config, _ = load(str(CONFIGS / "quickstart.py"), ["feed.rollouts=1", "feed.max_staleness=2", "rollout.attempts=0"])
     assert {fault.partition(" must ")[0] for fault in faults(config)} == {
         "feed: feed.max_staleness",
-        "feed: feed.rollouts",
+        "feed.rollouts",
         "rollout: rollout.attempts",
     }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import jax
@@ -34,9 +34,14 @@ PLAIN = OptimizerOptions(lr=1e-2, lr_final=1e-3, warmup_steps=0, b1=0.0, clip_no
 Gradient = dict[str, Any]
 
 
-def make(algorithm: str | Algorithm = "grpo", mesh: tuple[int, ...] = (1, 1, 1), **options: Any) -> Learner:
-    row = TABLE[algorithm] if isinstance(algorithm, str) else algorithm
-    return Learner(CONFIG, tiny.params(CONFIG), tiny.mesh(*mesh), row, replace(OPTIONS, **options))
+COLUMNS = {field.name for field in fields(Algorithm)}
+
+
+def make(algorithm: str = "grpo", mesh: tuple[int, ...] = (1, 1, 1), **changes: Any) -> Learner:
+    """Args: changes: of the algorithm's columns and of the options."""
+    columns = {name: value for name, value in changes.items() if name in COLUMNS}
+    options = replace(OPTIONS, **{name: value for name, value in changes.items() if name not in COLUMNS})
+    return Learner(CONFIG, tiny.params(CONFIG), tiny.mesh(*mesh), replace(TABLE[algorithm], **columns), options)
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +56,7 @@ def learner() -> Callable[..., Learner]:
             known[key].begin(PLAIN, 3)
         fresh = jax.device_put(tiny.params(CONFIG), jax.tree.map(lambda p: p.sharding, known[key].params))
         moments = jax.tree.map(jnp.zeros_like, known[key].opt_state)
-        known[key].restore({"params": fresh, "opt_state": moments}, updates=0)
+        known[key].restore({"params": fresh, "opt_state": moments}, updates=0)  # and no reference
         return known[key]
 
     return get
@@ -168,7 +173,7 @@ def test_the_entropy_bonus_adds_its_own_gradient(learner: Callable[..., Learner]
     mask = padded(rows, "mask")
     bonus = of_rows(rows, 0.0, -coef * mask / mask.sum(1, keepdims=True) / len(rows))[2]
     without, _ = gradient(learner(), packs(rows))
-    with_bonus, metrics = gradient(learner(entropy_coef=coef), packs(rows))
+    with_bonus, metrics = gradient(learner("grpo", entropy_coef=coef), packs(rows))
     assert_same(with_bonus, jax.tree.map(np.add, without, bonus), atol=1e-5)
     assert metrics["policy/entropy"] == pytest.approx((of_rows(rows)[1] * mask).sum() / mask.sum(), abs=1e-4)
 
@@ -179,7 +184,7 @@ def test_the_importance_weight_is_old_over_behaviour_and_capped(learner: Callabl
     plain = gradient(learner("reinforce"), [batch])[1]["policy/loss"]
     for shift, weight in ((np.log(1.5), 1.5), (np.log(9.0), 2.0), (-np.log(4.0), 0.25)):
         shifted = Batch(**{**batch.arrays(), "logprob": batch.old_logprob - np.float32(shift)})
-        got = gradient(learner("reinforce", tis_cap=2.0), [shifted])[1]["policy/loss"]
+        got = gradient(learner("reinforce", importance="token_truncated"), [shifted])[1]["policy/loss"]
         assert got == pytest.approx(weight * plain, rel=1e-5)
 
 

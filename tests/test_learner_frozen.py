@@ -175,6 +175,35 @@ def test_a_base_that_is_trained_itself_is_no_reference() -> None:
         make(train_only="*norm").score(random_batch(), reference=True)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("config", [CONFIG, unadapted(CONFIG)], ids=["adapters", "all weights"])
+def test_a_kept_reference_scores_as_the_policy_did(config: Any, dtype: str) -> None:
+    """Also over adapters that said something when it was kept, as after a warm-up."""
+    params = tiny.params(config)
+    learner, batch = make(config, dtype=dtype, params=params), random_batch()
+    before = learner.score(batch)
+    learner.keep_reference()
+    update(learner, 2)
+    assert np.abs(learner.score(batch) - before).max() > 1e-3
+    np.testing.assert_array_equal(learner.score(batch, reference=True), before)
+    kept = learner.state()["reference"]
+    assert jax.tree.structure(kept) == jax.tree.structure(learner.trained)
+    assert {w.dtype.name for w in jax.tree.leaves(kept)} == {dtype}
+
+
+def test_a_reference_is_saved_and_comes_back() -> None:
+    learner, batch = make(params=tiny.params(CONFIG)), random_batch()
+    learner.keep_reference()
+    before = learner.score(batch)
+    update(learner)
+    state = jax.tree.map(jnp.copy, learner.state())
+    other = make(params=tiny.params(CONFIG, seed=1))
+    other.keep_reference()
+    other.restore({**state, "frozen": other.weights()["frozen"]}, updates=1)
+    jax.tree.map(np.testing.assert_array_equal, other.state()["reference"], state["reference"])
+    np.testing.assert_array_equal(learner.score(batch, reference=True), before)
+
+
 # ---------------------------------------------------------------------- the engine
 
 

@@ -23,11 +23,17 @@ class Row:
     weight: Sequence[float]  # one per token
     share: Sequence[float]  # one per token
     routing: np.ndarray | None = None  # [tokens - 1, L, k], the experts that the sampler took
+    value: Sequence[float] | None = None  # of a critic before the step, one per token
+    target: Sequence[float] | None = None  # that the critic is to say, one per token
+    judged: Sequence[bool] | None = None  # where
 
 
 @dataclass
 class Batch:
-    """A micro-batch of packed rows, all [M, T]. Segment 0 is padding; positions restart in every segment."""
+    """A micro-batch of packed rows, all [M, T]. Segment 0 is padding; positions restart in every segment.
+
+    What has no value is not there: `routing` without mixtures of experts, the rest without a critic or a reference.
+    """
 
     tokens: np.ndarray
     segment: np.ndarray
@@ -39,11 +45,15 @@ class Batch:
     weight: np.ndarray
     share: np.ndarray
     routing: np.ndarray | None = None  # [M, T, L, k]; -1 leaves the choice to the router
+    value: np.ndarray | None = None  # of the critic before the step: of the state in which the token is chosen
+    target: np.ndarray | None = None
+    judged: np.ndarray | None = None  # where the critic is to say the target
+    reference: np.ndarray | None = None  # log-probs of the policy at the start of reinforcement
 
     @classmethod
     def empty(cls, rows: int, row_tokens: int) -> Batch:
         dtypes = {"tokens": np.int32, "segment": np.int32, "position": np.int32, "mask": np.bool_}
-        names = [f.name for f in fields(cls) if f.name != "routing"]
+        names = [f.name for f in fields(cls) if f.default is not None]
         return cls(**{name: np.zeros((rows, row_tokens), dtypes.get(name, np.float32)) for name in names})
 
     def route(self, layers: int, per_token: int) -> None:
@@ -89,6 +99,17 @@ def pack(rows: Sequence[Row], *, batch_rows: int, row_tokens: int) -> list[Batch
     return batches
 
 
+def unpack(rows: Sequence[Row], arrays: Sequence[np.ndarray], *, batch_rows: int, row_tokens: int) -> list[np.ndarray]:
+    """What was computed of the micro-batches that `pack` made of these rows, [M, T] each, row by row."""
+    found: list[np.ndarray] = [np.zeros(0)] * len(rows)
+    for b, members in enumerate(first_fit_decreasing([len(row.tokens) for row in rows], row_tokens)):
+        at = 0
+        for i in members:
+            found[i] = arrays[b // batch_rows][b % batch_rows, at : at + len(rows[i].tokens)]
+            at += len(rows[i].tokens)
+    return found
+
+
 def _place(batch: Batch, m: int, at: int, segment: int, row: Row) -> int:
     if len(row.mask) and row.mask[0]:
         raise ValueError("the first token of a trajectory cannot be sampled: nothing came before it to predict it")
@@ -100,6 +121,11 @@ def _place(batch: Batch, m: int, at: int, segment: int, row: Row) -> int:
     batch.mask[m, span] = row.mask
     for name in ("logprob", "advantage", "weight", "share"):
         getattr(batch, name)[m, span] = np.where(row.mask, getattr(row, name), 0.0)
+    for name in ("value", "target", "judged"):
+        if (given := getattr(row, name)) is not None:
+            if getattr(batch, name) is None:
+                setattr(batch, name, np.zeros(batch.tokens.shape, np.bool_ if name == "judged" else np.float32))
+            getattr(batch, name)[m, span] = np.where(row.mask, given, 0)
     if row.routing is not None:
         if batch.routing is None:
             batch.route(*row.routing.shape[1:])

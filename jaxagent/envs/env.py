@@ -26,6 +26,7 @@ class Step:
     Args:
         messages: the observation; on reset the whole beginning of the dialogue.
         reward: the increment for the action just taken, and `reason` why.
+        parts: of the reward by name, for algorithms that compare them separately; what they leave of it is one more.
         terminated: the episode is over; `answered` where the policy's final answer ended it.
         truncated: the world broke; `error` says how.
         state: key of the state that the next action is taken in, for anchor-state credit.
@@ -45,6 +46,7 @@ class Step:
     agent: str = "agent"
     rewards: dict[str, float] = field(default_factory=dict)
     tools: list[ToolRecord] = field(default_factory=list)
+    parts: dict[str, float] = field(default_factory=dict)
 
 
 class Env(Protocol):

@@ -69,6 +69,7 @@ class DecoderConfig:
     rope_scaling: RopeScaling = PLAIN
     norm_eps: float = 1e-6
     tied_head: bool = True
+    value_head: bool = False  # a critic: one number per token in place of logits
     qkv_bias: bool = False
     o_bias: bool = False
     qk_norm: bool = False
@@ -246,7 +247,9 @@ class Decoder(nnx.Module):
         self.embed = weight(rngs, table, ("vocab", "embed"), config.width**-0.5 if config.tied_head else 1.0)
         self.blocks = Block(config, rngs, stack=(config.layers,))
         self.norm = constant((config.width,), ("vector",), 1.0 - config.plus_one_norms)
-        if not config.tied_head:
+        if config.value_head:
+            self.value = constant((config.width,), ("vector",), 0.0)
+        elif not config.tied_head:
             self.head = weight(rngs, table, ("vocab", "embed"), config.width**-0.5)
 
     def hidden(
