@@ -64,6 +64,15 @@ def get_config(arg: str = "") -> ConfigDict:
     c.feed.max_rounds = 3  # of replacing groups without a signal, where the algorithm selects mixed groups
     c.feed.max_staleness = 0  # versions between sampling and training
 
+    c.feed.max_repeats = (
+        0  # 0 takes tasks as they come; above, by what they teach, each so often per round of all; finite worlds
+    )
+
+    c.reward = ConfigDict()  # shaping in training; evaluation sees outcomes only
+    c.reward.mode = "sum"  # of what the world pays; or progressive (form fades into outcome), staged (form, then outcome)
+    c.reward.schedule = ()  # alphas of progressive, or 0 and 1 of staged, each for an equal share of the run
+    c.reward.terms = ConfigDict()  # weights of overlong, failed_calls, efficiency; together below 1, an outcome's worth
+
     c.algo = ConfigDict()
     c.algo.name = "grpo"  # a row of algos/table.py; the keys below replace its columns
     c.algo.aggregate = placeholder(str)
@@ -100,13 +109,21 @@ def get_config(arg: str = "") -> ConfigDict:
     c.learner.entropy_coef = 0.0
     c.learner.tis_cap = 0.0  # cap of the importance weight old / behaviour; 0 is off, needs train.old_logprob=trainer
 
+    c.finetune = ConfigDict()  # learning without a policy gradient, by `jaxagent finetune`
+    c.finetune.mode = ""  # sft, raft, rest_em or dpo; empty is for `jaxagent train`
+    c.finetune.path = ""  # dialogues, pairs or stored trajectories; empty samples
+    c.finetune.batch = 32  # rows, or pairs, of a step
+    c.finetune.rounds = 1  # of sampling; train.steps are shared among them
+    c.finetune.threshold = ()  # rewards to reach, one phase after the other; empty takes the best of each group
+    c.finetune.beta = 0.1  # of DPO
+
     c.train = ConfigDict()
-    c.train.steps = 100
+    c.train.steps = 100  # of reinforcement, or of fine-tuning
     c.train.minibatches = 1  # optimizer steps per batch of groups
     c.train.old_logprob = "sampler"  # or "trainer": one more forward pass; against which ratios are taken
     c.train.max_broken = 0.5  # share of episodes lost to infrastructure that ends the run with a message
 
-    c.optimizer = ConfigDict()  # AdamW of the reinforcement phase
+    c.optimizer = ConfigDict()  # AdamW of reinforcement, or of fine-tuning
     c.optimizer.lr = 1e-6
     c.optimizer.lr_final = 0.0
     c.optimizer.warmup_steps = 10
@@ -136,6 +153,12 @@ def get_config(arg: str = "") -> ConfigDict:
     c.evaluate.rollouts = 1  # k, episodes per task
     c.evaluate.temperature = 1.0
     c.evaluate.ablate = True  # also score with tool results made to say nothing
+
+    c.alarms = ConfigDict()  # warn, and end the run where they are named in `stop`
+    c.alarms.kl = 0.1  # of one step, per token
+    c.alarms.entropy = 0.05  # share of the first step's
+    c.alarms.zero_variance = 0.9  # share of groups whose rewards are all equal
+    c.alarms.stop = "tools"  # with commas: kl, entropy, zero_variance, parse_errors, held_out, gap, tools, gradient; or all
 
     c.checkpoint = ConfigDict()
     c.checkpoint.every = 20  # steps

@@ -26,7 +26,7 @@ class ConfigError(ValueError):
         super().__init__("\n".join(f"config: {fault}" for fault in faults))
 
 
-OPEN = ("env.options",)  # sections whose keys belong to a component that is chosen by name
+OPEN = ("env.options", "reward.terms")  # sections whose keys belong to a component that is chosen by name
 _DTYPES = ("float32", "bfloat16")
 _COUNTS = (
     *("model.width", "model.layers", "model.heads", "model.kv_heads", "model.head_width", "model.ffn_width"),
@@ -209,6 +209,12 @@ def _rule_faults(c: ConfigDict) -> Iterator[str]:
         yield f"train.old_logprob must be sampler or trainer, got {c.train.old_logprob!r}"
     if c.train.minibatches < 1 or c.train.minibatches > c.feed.prompts:
         yield f"train.minibatches must be 1 to feed.prompts={c.feed.prompts}, got {c.train.minibatches}"
+    phases = c.finetune.rounds * max(1, len(c.finetune.threshold))
+    if c.finetune.mode and c.finetune.rounds > 0 and c.train.steps % phases:
+        yield (
+            f"train.steps={c.train.steps} must be a multiple of finetune.rounds={c.finetune.rounds} times the "
+            f"{max(1, len(c.finetune.threshold))} thresholds: every phase gets its share of the steps"
+        )
     if c.sandbox.url and not c.sandbox.token_file:
         yield "sandbox.url needs sandbox.token_file, the file with the server's bearer token"
     if c.sandbox.code not in ("auto", "require", "off"):
@@ -221,6 +227,10 @@ def _inert(c: ConfigDict) -> Iterator[tuple[str, str]]:
     normed = c.algo.aggregate == "sequence_sum_norm" or (c.algo.aggregate is None and c.algo.name == "dr_grpo")
     unbounded = c.algo.name in ("reinforce", "rloo")
     remote = bool(c.sandbox.url)
+    mode = c.finetune.mode
+    offline = bool(mode and c.finetune.path)
+    tuned = f"finetune.mode={mode} has no policy gradient"
+    nothing = "finetune.path gives what is learnt from; nothing is sampled to train on"
     all_trained = not (c.lora.rank or c.learner.train_only or c.learner.freeze)
     inert = {
         "lora.alpha": (not c.lora.rank, "lora.rank is 0"),
@@ -233,15 +243,30 @@ def _inert(c: ConfigDict) -> Iterator[tuple[str, str]]:
         "feed.max_rounds": (not mixed, "the algorithm keeps all groups"),
         "algo.clip_": (unbounded, f"{c.algo.name} does not bound its ratio"),
         "algo.length": (not normed, "only the aggregation sequence_sum_norm divides by it"),
+        "finetune.": (not mode, "finetune.mode is empty"),
+        "finetune.threshold": (mode in ("sft", "dpo"), f"finetune.mode={mode} chooses by no threshold"),
+        "finetune.rounds": (mode == "sft", "a file is learnt from in one round"),
+        "finetune.beta": (bool(mode) and mode != "dpo", "only finetune.mode=dpo has it"),
+        "algo.": (bool(mode), tuned),
+        "train.minibatches": (bool(mode), tuned),
+        "train.old_logprob": (bool(mode), tuned),
+        "learner.entropy_coef": (bool(mode), tuned),
         "learner.tis_cap": (c.train.old_logprob == "sampler", "train.old_logprob is sampler: the weight is 1"),
+        "feed.": (offline, nothing),
+        "train.max_broken": (offline, nothing),
+        "reward.": (offline, nothing),
+        "reward.schedule": (c.reward.mode == "sum", "reward.mode is sum"),
+        "alarms.kl": (bool(mode), tuned),
+        "alarms.entropy": (offline, nothing),
+        "alarms.zero_variance": (offline, nothing),
         "sandbox.token_file": (not remote, "the embedded server makes its own token"),
         "sandbox.code": (remote, "sandbox.url names a server that has its own rules"),
         "sandbox.min_isolation": (remote, "sandbox.url names a server that has its own rules"),
     }
     for key in leaves(c):
-        for prefix, (dead, why) in inert.items():
-            if dead and key.startswith(prefix) and key != "warmup.steps":
-                yield key, why
+        whys = (why for prefix, (dead, why) in inert.items() if dead and key.startswith(prefix))
+        if key not in ("warmup.steps", "finetune.mode") and (why := next(whys, "")):
+            yield key, why
 
 
 def save(config: ConfigDict, path: Path) -> None:

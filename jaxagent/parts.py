@@ -21,6 +21,7 @@ from ml_collections import ConfigDict
 
 from jaxagent import config as configs
 from jaxagent.agent import Agent, Limits
+from jaxagent.alarms import Alarms
 from jaxagent.algos.table import Algorithm, choose
 from jaxagent.chat.family import template_of
 from jaxagent.chat.history import ChatOptions
@@ -34,7 +35,9 @@ from jaxagent.learner import Learner, LearnerOptions, OptimizerOptions, trained_
 from jaxagent.models import peft
 from jaxagent.models.adapters import fresh_adapters, is_adapter, lora_spec, merged
 from jaxagent.models.transformer import Decoder, DecoderConfig, Params, params_of
+from jaxagent.rewards.shaping import Shaping
 from jaxagent.rollout import RolloutOptions, Rollouts
+from jaxagent.selection import FinetuneOptions
 from jaxagent.sharding import AXES, DeviceMesh
 from jaxagent.types import Sampling
 from sandbox_client import (
@@ -64,6 +67,9 @@ def faults(config: ConfigDict) -> list[str]:
         "learner": LearnerOptions,
         "optimizer": OptimizerOptions,
         "warmup_optimizer": OptimizerOptions,
+        "reward": Shaping,
+        "alarms": Alarms,
+        "finetune": FinetuneOptions,
     }
     try:
         builders["env.options"] = envs.find(config.env.name)
@@ -239,6 +245,12 @@ def build(config: ConfigDict, log: Path | None = None) -> Parts:
         rollouts = Rollouts(world, agent, sandbox.client, config.seed, RolloutOptions(**config.rollout))
         undo.pop_all()
     return Parts(world, template, decoder, algorithm, learner, engines, rollouts, sandbox)
+
+
+def shaping_of(config: ConfigDict) -> Shaping:
+    """The shaping of a run's rewards; an episode's sampled tokens are bounded by its turns and by its whole row."""
+    limit = min(config.agent.max_tokens, config.agent.max_turns * config.sampling.max_tokens)
+    return Shaping(**config.reward, limit=limit)
 
 
 def restore_weights(parts: Parts, workdir: Path, keep: int) -> int:

@@ -26,6 +26,10 @@ class Step:
     Args:
         messages: the observation; on reset the whole beginning of the dialogue.
         reward: the increment for the action just taken, and `reason` why.
+        parts: what the reward is the sum of, by name, where it is more than an outcome; "outcome" is the one that says
+            whether the task was done, and the only one that success is measured by.
+        checks: scores of the same action by other scorers, which nothing is trained on: their distance from the outcome says
+            whether the reward is being gamed.
         terminated: the episode is over; `answered` where the policy's final answer ended it.
         truncated: the world broke; `error` says how.
         state: key of the state that the next action is taken in, for anchor-state credit.
@@ -45,6 +49,8 @@ class Step:
     agent: str = "agent"
     rewards: dict[str, float] = field(default_factory=dict)
     tools: list[ToolRecord] = field(default_factory=list)
+    parts: dict[str, float] = field(default_factory=dict)
+    checks: dict[str, float] = field(default_factory=dict)
 
 
 class Env(Protocol):

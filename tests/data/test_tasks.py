@@ -65,8 +65,8 @@ def test_line_ends_inside_a_json_string_are_not_line_ends_of_the_file(tmp_path: 
         ('{"name": "x", "other": 1}\n', "line 1: missing id; got name, other"),
         ("{}\n", "line 1: missing id; got nothing"),
         (b'{"id": 1}\n{"id": "\xff"}\n', r"line 2: not UTF-8 \(invalid start byte at byte 8\)"),
-        ("\n \n", "no tasks in it"),
-        ("", "no tasks in it"),
+        ("\n \n", "nothing in it"),
+        ("", "nothing in it"),
     ],
 )
 def test_a_broken_line_is_told_with_file_number_and_what_was_wanted(tmp_path: Path, content: str | bytes, fault: str) -> None:
@@ -75,5 +75,5 @@ def test_a_broken_line_is_told_with_file_number_and_what_was_wanted(tmp_path: Pa
 
 
 def test_a_missing_file_says_what_would_be_read_from_it(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"no such task file; one JSON object per line with id, question is wanted"):
+    with pytest.raises(ValueError, match=r"no such file; one JSON object per line with id, question is wanted"):
         read_jsonl(tmp_path / "none.jsonl", ["id", "question"])
