@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from jaxagent.data.pack import Row
 from jaxagent.types import Group, Trajectory, by_rollout
 
-
 MODES = ("sft", "raft", "rest_em", "dpo")
 
 

@@ -322,7 +322,9 @@ def test_training_goes_on_from_an_exported_checkpoint(whole: Path, tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    "path", sorted(path for path in CONFIGS.glob("*.py") if path.stem != "base"), ids=lambda path: path.stem
+    "path",
+    sorted(path for path in CONFIGS.glob("*.py") if path.stem not in ("base", "sft", "raft", "dpo")),
+    ids=lambda path: path.stem,
 )
 def test_every_config_runs_with_runlocal(path: Path, tmp_path: Path) -> None:
     run(configured("mesh.data=2", spec=f"{path}:runlocal", tiny=()), tmp_path)
