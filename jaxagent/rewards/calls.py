@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
 
 from jaxagent.types import ToolCall
 
@@ -43,10 +42,10 @@ def tool_format(error: str) -> tuple[float, str]:
 
 def _likeness(call: ToolCall, wanted: ToolCall) -> float:
     equal = sum(name in call.arguments and call.arguments[name] == value for name, value in wanted.arguments.items())
-    return _overlap(call.arguments, wanted.arguments) + equal
+    return _overlap(list(call.arguments), list(wanted.arguments)) + equal
 
 
-def _overlap(one: Any, other: Any) -> float:
+def _overlap(one: Sequence[str], other: Sequence[str]) -> float:
     """Intersection over union, of names as often as they occur; 1 of nothing and nothing."""
     a, b = Counter(one), Counter(other)
     union = (a | b).total()
