@@ -30,7 +30,7 @@ from jaxagent.checkpoint import Checkpoints
 from jaxagent.engine.engine import Engine, EngineOptions
 from jaxagent.engine.replicas import Replicas
 from jaxagent.envs import env as envs
-from jaxagent.feed import FeedOptions
+from jaxagent.feed import FeedOptions, stream_of
 from jaxagent.learner import Learner, LearnerOptions, OptimizerOptions, trained_of
 from jaxagent.models import peft
 from jaxagent.models.adapters import fresh_adapters, is_adapter, lora_spec, merged
@@ -229,6 +229,7 @@ def build(config: ConfigDict, log: Path | None = None) -> Parts:
         raise ValueError(
             f"warmup.steps={config.warmup.steps}, but the world {config.env.name} has no demonstrations: set it to 0"
         )
+    stream_of(world, config.seed, FeedOptions(**config.feed))  # its complaint comes before the weights are read
     algorithm = choose(**config.algo)
     mesh = DeviceMesh.build(**{axis: config.mesh[axis] for axis in AXES})
     template, decoder = policy_shape(config)

@@ -207,6 +207,23 @@ def test_training_moved_the_policy(whole: Path) -> None:
     assert all(jax.tree.leaves(moved))
 
 
+def test_shaping_is_learnt_from_by_its_parts_and_evaluation_never_sees_it(tmp_path: Path) -> None:
+    shaping = ("reward.mode=progressive", "reward.schedule=(0.5,)", "reward.terms.failed_calls=0.2")
+    run(configured(*shaping, "train.steps=2", "evaluate.every=0", "evaluate.ablate=False", "checkpoint.every=99"), tmp_path)
+    store = Store(tmp_path / "trajectories")
+    for step, record in enumerate(read(tmp_path / "metrics.jsonl")[18:], start=1):
+        rows = store.read(f"train-{step:06d}")
+        parts = [turn.parts for row in rows for turn in row.turns]
+        for name in ("form", "failed_calls"):
+            assert record[f"reward/part_{name}"] == pytest.approx(sum(part.get(name, 0.0) for part in parts) / len(rows))
+        assert record["reward/outcome"] == pytest.approx(sum(row.outcome for row in rows) / len(rows))
+        assert record["reward/mean"] == pytest.approx(sum(row.reward for row in rows) / len(rows))
+        assert record["reward/mean"] != record["reward/outcome"]
+        assert all("form +0.5" in row.turns[-1].reason for row in rows if not any(turn.error for turn in row.turns))
+    assert not any(turn.parts for row in store.read("after") for turn in row.turns)
+    assert all(row.reward == row.outcome for row in store.read("after"))
+
+
 # ---------------------------------------------------------------------- stopped and gone on
 
 
