@@ -7,7 +7,8 @@ One JSON object per line:
     {"tokens": [...], "mask": [...], "group": ..., ...}                          a trajectory that a run has stored
 
 Messages, calls and tools are written as in OpenAI's chat completions. A trajectory's tokens are used as they were sampled:
-nothing of it is rendered or tokenised again. The path may be a folder, of which all .jsonl files are read, in order.
+nothing of it is rendered or tokenised again. The path may be a folder, of which all .jsonl files are read, in order; of a run's
+`trajectories/` those of its training, `train-*.jsonl`, because the tasks of its evaluations are held out.
 """
 
 from __future__ import annotations
@@ -120,7 +121,8 @@ class Examples:
 
 def records(path: str) -> Iterator[Record]:
     """The objects of a file, or of all .jsonl files of a folder, each with the words for where it stands."""
-    files = sorted(Path(path).glob("*.jsonl")) if Path(path).is_dir() else [Path(path)]
+    folder = Path(path)
+    files = sorted(folder.glob("train-*.jsonl")) or sorted(folder.glob("*.jsonl")) if folder.is_dir() else [folder]
     if not files:
         raise ValueError(f"{path}: no .jsonl file in this folder")
     for file in files:

@@ -79,6 +79,7 @@ def test_a_stored_trajectory_keeps_its_tokens_as_they_were_sampled(tmp_path: Pat
     rows = [trajectory("a"), trajectory("a", StopReason.INFRA_FAILURE), trajectory("b")]
     Store(tmp_path).write("train-000001", rows)
     Store(tmp_path).write("train-000002", [trajectory("c")])
+    Store(tmp_path).write("after", [trajectory("held out")])
     rendered, stored = EXAMPLES.dialogues(str(tmp_path))
     assert rendered == []
     assert [row.tokens for row in stored] == [[USER, 0xFF, TURN, 0xC3, 0x28, EOS]] * 3
