@@ -71,7 +71,7 @@ def get_config(arg: str = "") -> ConfigDict:
     c.reward = ConfigDict()  # shaping in training; evaluation sees outcomes only
     c.reward.mode = "sum"  # of what the world pays; or progressive (form fades into outcome), staged (form, then outcome)
     c.reward.schedule = ()  # alphas of progressive, or 0 and 1 of staged, each for an equal share of the run
-    c.reward.terms = ConfigDict()  # weights of overlong, failed_calls, efficiency; together below 1, an outcome's worth
+    c.reward.terms = ConfigDict()  # weights of overlong, failed_calls, efficiency, otc; together below 1, an outcome's worth
 
     c.algo = ConfigDict()
     c.algo.name = "grpo"  # a row of algos/table.py; the keys below replace its columns
@@ -155,9 +155,9 @@ def get_config(arg: str = "") -> ConfigDict:
     c.evaluate.ablate = True  # also score with tool results made to say nothing
 
     c.alarms = ConfigDict()  # warn, and end the run where they are named in `stop`
-    c.alarms.kl = 0.1  # of one step, per token
-    c.alarms.entropy = 0.05  # share of the first step's
-    c.alarms.zero_variance = 0.9  # share of groups whose rewards are all equal
+    c.alarms.limits = (
+        ConfigDict()
+    )  # kl of one step, entropy's share of its start, zero_variance's of groups; else 0.1, 0.05, 0.9
     c.alarms.stop = "tools"  # with commas: kl, entropy, zero_variance, parse_errors, held_out, gap, tools, gradient; or all
 
     c.checkpoint = ConfigDict()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 NAMES = ("kl", "entropy", "zero_variance", "parse_errors", "held_out", "gap", "tools", "gradient")
+LIMITS = {"kl": 0.1, "entropy": 0.05, "zero_variance": 0.9}
 WINDOW = 5  # steps over which noisy metrics are averaged
 NO_TOOL = 10  # steps without a call that reaches a tool
 RISE = 0.1  # of parse errors above their lowest window, and of a gap above its first
@@ -15,23 +16,23 @@ class Alarms:
     """Looks at the metrics of one step after the other.
 
     Args:
-        kl: of the step, old policy against new, per token (k3).
-        entropy: share of the first step's entropy.
-        zero_variance: share of groups whose rewards are all equal, over WINDOW steps.
+        limits: other limits than those of LIMITS, by name. kl: of one step, old policy against new, per token (k3). entropy:
+            share of the first step's entropy. zero_variance: share of groups whose rewards are all equal, over WINDOW steps.
         stop: the alarms that end the run, by name with commas; "all" is all; the others only warn.
         tools: whether the world has any.
     """
 
-    def __init__(
-        self, kl: float = 0.1, entropy: float = 0.05, zero_variance: float = 0.9, stop: str = "tools", tools: bool = True
-    ):
-        for name, value in (("kl", kl), ("entropy", entropy), ("zero_variance", zero_variance)):
+    def __init__(self, limits: Mapping[str, float] | None = None, stop: str = "tools", tools: bool = True):
+        self.limits = {**LIMITS, **dict(limits or {})}
+        for name, value in self.limits.items():
+            if name not in LIMITS:
+                raise ValueError(f"alarms.limits must be of {', '.join(LIMITS)}; got {name!r}")
             if value <= 0:
-                raise ValueError(f"alarms.{name} must be positive, got {value}")
+                raise ValueError(f"alarms.limits must be positive, got {name}={value}")
         asked = [name.strip() for name in stop.split(",") if name.strip()]
         if unknown := [name for name in asked if name not in (*NAMES, "all")]:
             raise ValueError(f"alarms.stop must name some of {', '.join(NAMES)}, or be all; got {unknown[0]!r}")
-        self.kl, self.entropy, self.zero_variance, self.tools = kl, entropy, zero_variance, tools
+        self.tools = tools
         self.stop = frozenset(NAMES if "all" in asked else asked)
         self._seen: dict[str, list[float]] = {}
         self._best: tuple[float, float] | None = None  # held-out success, and the outcome in training then
@@ -56,21 +57,25 @@ class Alarms:
 
     def _kl_alarm(self, values: Mapping[str, float | None]) -> str:
         kl = values.get("policy/kl") or 0.0
-        return f"the policy moved by a KL of {kl:.3g} in one step (alarms.kl is {self.kl:g})" if kl > self.kl else ""
+        return (
+            f"the policy moved by a KL of {kl:.3g} in one step (the limit is {self.limits['kl']:g})"
+            if kl > self.limits["kl"]
+            else ""
+        )
 
     def _entropy_alarm(self, values: Mapping[str, float | None]) -> str:
         seen = self._seen.get("rollout/entropy", [])
-        if "rollout/entropy" not in values or len(seen) < 2 or seen[-1] >= self.entropy * seen[0]:
+        if "rollout/entropy" not in values or len(seen) < 2 or seen[-1] >= self.limits["entropy"] * seen[0]:
             return ""
-        return f"the entropy fell from {seen[0]:.3g} to {seen[-1]:.3g} (alarms.entropy is {self.entropy:g} of the start)"
+        return f"the entropy fell from {seen[0]:.3g} to {seen[-1]:.3g} (the limit is {self.limits['entropy']:g} of it)"
 
     def _zero_variance_alarm(self, values: Mapping[str, float | None]) -> str:
         informative = self._recent("reward/informative_groups")
-        if informative is None or 1 - informative <= self.zero_variance:
+        if informative is None or 1 - informative <= self.limits["zero_variance"]:
             return ""
         return (
             f"in {1 - informative:.0%} of the groups of the last {WINDOW} steps all rewards were equal "
-            f"(alarms.zero_variance is {self.zero_variance:.0%}): tasks are too hard or too easy"
+            f"(the limit is {self.limits['zero_variance']:.0%}): tasks are too hard or too easy"
         )
 
     def _parse_errors_alarm(self, values: Mapping[str, float | None]) -> str:

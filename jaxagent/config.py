@@ -26,7 +26,7 @@ class ConfigError(ValueError):
         super().__init__("\n".join(f"config: {fault}" for fault in faults))
 
 
-OPEN = ("env.options", "reward.terms")  # sections whose keys belong to a component that is chosen by name
+OPEN = ("env.options", "reward.terms", "alarms.limits")  # sections whose keys belong to a component that is chosen by name
 _DTYPES = ("float32", "bfloat16")
 _COUNTS = (
     *("model.width", "model.layers", "model.heads", "model.kv_heads", "model.head_width", "model.ffn_width"),
@@ -251,14 +251,14 @@ def _inert(c: ConfigDict) -> Iterator[tuple[str, str]]:
         "train.minibatches": (bool(mode), tuned),
         "train.old_logprob": (bool(mode), tuned),
         "learner.entropy_coef": (bool(mode), tuned),
+        "learner.replay_routing": (bool(mode), "what is imitated takes the experts that the router gives it"),
         "learner.tis_cap": (c.train.old_logprob == "sampler", "train.old_logprob is sampler: the weight is 1"),
         "feed.": (offline, nothing),
         "train.max_broken": (offline, nothing),
         "reward.": (offline, nothing),
         "reward.schedule": (c.reward.mode == "sum", "reward.mode is sum"),
-        "alarms.kl": (bool(mode), tuned),
-        "alarms.entropy": (offline, nothing),
-        "alarms.zero_variance": (offline, nothing),
+        "alarms.limits.kl": (bool(mode), tuned),
+        "alarms.limits.": (offline, nothing),
         "sandbox.token_file": (not remote, "the embedded server makes its own token"),
         "sandbox.code": (remote, "sandbox.url names a server that has its own rules"),
         "sandbox.min_isolation": (remote, "sandbox.url names a server that has its own rules"),

@@ -251,7 +251,7 @@ def build(config: ConfigDict, log: Path | None = None) -> Parts:
 def shaping_of(config: ConfigDict) -> Shaping:
     """The shaping of a run's rewards; an episode's sampled tokens are bounded by its turns and by its whole row."""
     limit = min(config.agent.max_tokens, config.agent.max_turns * config.sampling.max_tokens)
-    return Shaping(**config.reward, limit=limit)
+    return Shaping(**config.reward, limit=limit, turns=config.agent.max_turns)
 
 
 def restore_weights(parts: Parts, workdir: Path, keep: int) -> int:

@@ -35,23 +35,23 @@ def test_a_run_that_goes_well_raises_none() -> None:
 
 
 def test_a_large_step_is_told_at_once_and_again_only_after_it_has_ended() -> None:
-    alarms = Alarms(kl=0.1)
+    alarms = Alarms({"kl": 0.1})
     assert raised(alarms, 1, policy__kl=0.1) == []
     assert raised(alarms, 3, policy__kl=0.11) == ["kl"]
     assert raised(alarms, 1) == []
     assert raised(alarms, 1, policy__kl=0.2) == ["kl"]
-    assert "a KL of 0.3 in one step (alarms.kl is 0.1)" in Alarms().look({"policy/kl": 0.3})["kl"]
+    assert "a KL of 0.3 in one step (the limit is 0.1)" in Alarms().look({"policy/kl": 0.3})["kl"]
 
 
 def test_entropy_is_measured_against_the_first_step() -> None:
-    alarms = Alarms(entropy=0.05)
+    alarms = Alarms({"entropy": 0.05})
     assert raised(alarms, 1, rollout__entropy=2.0) == []
     assert raised(alarms, 1, rollout__entropy=0.11) == []
     assert raised(alarms, 1, rollout__entropy=0.09) == ["entropy"]
 
 
 def test_groups_without_variance_are_told_after_a_window_of_them() -> None:
-    alarms = Alarms(zero_variance=0.9)
+    alarms = Alarms({"zero_variance": 0.9})
     assert raised(alarms, WINDOW - 1, reward__informative_groups=0.05) == []
     assert raised(alarms, 1, reward__informative_groups=0.05) == ["zero_variance"]
     assert raised(alarms, 1, reward__informative_groups=0.9) == []
@@ -127,8 +127,8 @@ def test_the_alarms_that_stop_a_run_are_named(stop: str, wanted: set[str]) -> No
     ("options", "fault"),
     [
         ({"stop": "kl,entropi"}, "alarms.stop must name some of kl, entropy, .* got 'entropi'"),
-        ({"kl": 0.0}, "alarms.kl must be positive"),
-        ({"entropy": -1.0}, "alarms.entropy must be positive"),
+        ({"limits": {"kl": 0.0}}, "alarms.limits must be positive, got kl=0.0"),
+        ({"limits": {"entropi": 1.0}}, "alarms.limits must be of kl, entropy, zero_variance; got 'entropi'"),
     ],
 )
 def test_options_that_cannot_be_meant_are_refused(options: dict[str, Any], fault: str) -> None:

@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from jaxagent.rewards.terms import efficiency, failed_calls, held, overlong, progressive, staged
+from jaxagent.rewards.terms import efficiency, failed_calls, held, otc, overlong, progressive, staged
 from jaxagent.types import Group, Trajectory, Turn, by_rollout
 
 MODES = ("sum", "progressive", "staged")
-TERMS = ("overlong", "failed_calls", "efficiency")
+TERMS = ("overlong", "failed_calls", "efficiency", "otc")
 _POLICY_FAULTS = ("bad_arguments", "unknown_tool")
 
 
@@ -52,10 +52,16 @@ class Shaping:
         schedule: alphas, or stages, of equal shares of the run; for "sum" nothing.
         terms: the weight of each of TERMS, in (0, 1), together below 1: no shaping may outweigh an outcome.
         limit: sampled tokens at which `overlong` takes its whole weight; its zone is the last fifth.
+        turns: that an episode may have, the smoothing constant of `otc`.
     """
 
     def __init__(
-        self, mode: str = "sum", schedule: Sequence[float] = (), terms: Mapping[str, float] | None = None, limit: int = 0
+        self,
+        mode: str = "sum",
+        schedule: Sequence[float] = (),
+        terms: Mapping[str, float] | None = None,
+        limit: int = 0,
+        turns: int = 1,
     ):
         terms = dict(terms or {})
         if mode not in MODES:
@@ -72,7 +78,7 @@ class Shaping:
             raise ValueError(f"reward.terms must be of {', '.join(TERMS)}; got {unknown[0]!r}")
         if not all(0 < weight < 1 for weight in terms.values()) or sum(terms.values()) >= 1:
             raise ValueError(f"reward.terms must have positive weights that together stay below an outcome's 1; got {terms}")
-        self.terms, self.limit = terms, limit
+        self.terms, self.limit, self.turns = terms, limit, turns
         self._whole: Callable[[float, Sequence[float], float], float] | None = None
         if mode != "sum":
             self._whole = ProgressiveReward(held(schedule)) if mode == "progressive" else StagedReward(held(schedule))
@@ -120,7 +126,8 @@ class Shaping:
                 amount = weight * failed_calls(failed)
             else:
                 paid = max(0.0, sum(turn.parts.get("outcome", 0.0) for turn in turns)) if self._whole else max(0.0, outcome)
-                amount = efficiency(paid, calls, fewest, weight) - paid
+                worth = efficiency(paid, calls, fewest, 1.0) if name == "efficiency" else otc(paid, calls, self.turns)
+                amount = weight * (worth - paid)
             _set(turns[-1], name, amount)
 
 

@@ -24,7 +24,7 @@ def efficiency(outcome: float, calls: int, fewest: int, cost: float) -> float:
     """R (1 - c min(1, max(0, m - m*) / m*)): what an outcome is worth when m calls were made and m* would have done.
 
     `fewest` is the least number of calls among the group's members that solved the task; at least 1 is reckoned with. The
-    excess is capped at m*, so that the cost c in [0, 1) bounds what can be lost. A failure is worth the same at any length.
+    excess is capped at m*, so that the cost c in [0, 1] bounds what can be lost. A failure is worth the same at any length.
     """
     least = max(1, fewest)
     return outcome * (1.0 - cost * min(1.0, max(0, calls - least) / least))

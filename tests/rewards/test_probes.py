@@ -29,7 +29,7 @@ from sandbox_client import EmbeddedServer, SandboxClient, SandboxStartError
 PLAIN = PlainTemplate()
 QUESTIONS = tuple(f"questions/{name}" for name in REWARDS)
 WORLDS = ("chain", "maze", *QUESTIONS)
-TERMS = {"overlong": 0.3, "failed_calls": 0.3, "efficiency": 0.3}
+TERMS = {"overlong": 0.2, "failed_calls": 0.2, "efficiency": 0.2, "otc": 0.2}
 SHAPINGS = {
     "none": Shaping(),
     "terms": Shaping(terms=TERMS, limit=400),

@@ -78,6 +78,11 @@ def test_calls_beyond_the_fewest_of_those_that_solved_it_cost_a_share_of_the_out
     assert rows[1].turns[-1].reason == "because; efficiency -0.2"
 
 
+def test_otc_takes_its_weight_of_what_ever_more_calls_lose() -> None:
+    rows = [rollout(0, 1.0), rollout(1, 1.0, [OK]), rollout(2, 0.0, [OK])]
+    assert shaped(Shaping(terms={"otc": 0.5}, turns=2), *rows) == pytest.approx([1.0, 0.5 + 0.5 * 0.5**0.5, 0.0])
+
+
 def test_failed_calls_and_unreadable_turns_cost_their_weight_at_most() -> None:
     shaping = Shaping(terms={"failed_calls": 0.5})
     unreadable = rollout(3, 1.0)
@@ -141,7 +146,7 @@ def test_form_is_what_the_policy_can_help() -> None:
         ({"mode": "progressive"}, "reward.schedule must have a value for every share of the run"),
         ({"mode": "progressive", "schedule": (0.5, 1.5)}, r"reward.schedule must hold alphas in \[0, 1\], got \(0.5, 1.5\)"),
         ({"mode": "staged", "schedule": (0, 2)}, "reward.schedule must hold stages 0 .* or 1"),
-        ({"terms": {"speed": 0.1}}, "reward.terms must be of overlong, failed_calls, efficiency; got 'speed'"),
+        ({"terms": {"speed": 0.1}}, "reward.terms must be of overlong, failed_calls, efficiency, otc; got 'speed'"),
         ({"terms": {"overlong": 0.5, "failed_calls": 0.5}}, "together stay below an outcome's 1"),
         ({"terms": {"overlong": -0.5}}, "positive weights"),
     ],
