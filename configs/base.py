@@ -68,10 +68,9 @@ def get_config(arg: str = "") -> ConfigDict:
         0  # 0 takes tasks as they come; above, by what they teach, each so often per round of all; finite worlds
     )
 
-    c.reward = ConfigDict()  # shaping in training; evaluation sees outcomes only
-    c.reward.mode = "sum"  # of what the world pays; or progressive (form fades into outcome), staged (form, then outcome)
-    c.reward.schedule = ()  # alphas of progressive, or 0 and 1 of staged, each for an equal share of the run
-    c.reward.terms = ConfigDict()  # weights of overlong, failed_calls, efficiency, otc; together below 1, an outcome's worth
+    # Shaping in training, none by default; evaluation sees outcomes only. `progressive` (alphas) or `staged` (0 and 1), for equal
+    # shares of the run, let form fade into outcome; weights of overlong, failed_calls, efficiency, otc: rewards/terms.py.
+    c.reward = ConfigDict()
 
     c.algo = ConfigDict()
     c.algo.name = "grpo"  # a row of algos/table.py; the keys below replace its columns
@@ -141,10 +140,6 @@ def get_config(arg: str = "") -> ConfigDict:
     c.warmup_optimizer.lr = 3e-3
     c.warmup_optimizer.lr_final = 3e-4
     c.warmup_optimizer.warmup_steps = 0
-    c.warmup_optimizer.b1 = 0.9
-    c.warmup_optimizer.b2 = 0.98
-    c.warmup_optimizer.weight_decay = 0.01
-    c.warmup_optimizer.clip_norm = 1.0
 
     c.evaluate = ConfigDict()
     c.evaluate.every = 20  # steps between evaluations on validation tasks; 0 is never

@@ -146,7 +146,8 @@ class Agent:
         trajectory.waiting = ""
         turn.reward, turn.reason, turn.tools = answer.reward, answer.reason, answer.tools
         turn.parts, turn.checks = dict(answer.parts), dict(answer.checks)
-        turn.outcome = answer.parts.get("outcome", 0.0) if answer.parts else None
+        rest = answer.reward - sum(answer.parts.values())
+        turn.outcome = answer.parts.get("outcome", rest) if answer.parts else None
         return answer
 
 

@@ -26,7 +26,7 @@ class ConfigError(ValueError):
         super().__init__("\n".join(f"config: {fault}" for fault in faults))
 
 
-OPEN = ("env.options", "reward.terms", "alarms.limits")  # sections whose keys belong to a component that is chosen by name
+OPEN = ("env.options", "reward", "alarms.limits")  # sections whose keys belong to a component that is chosen by name
 _DTYPES = ("float32", "bfloat16")
 _COUNTS = (
     *("model.width", "model.layers", "model.heads", "model.kv_heads", "model.head_width", "model.ffn_width"),
@@ -256,7 +256,6 @@ def _inert(c: ConfigDict) -> Iterator[tuple[str, str]]:
         "feed.": (offline, nothing),
         "train.max_broken": (offline, nothing),
         "reward.": (offline, nothing),
-        "reward.schedule": (c.reward.mode == "sum", "reward.mode is sum"),
         "alarms.limits.kl": (bool(mode), tuned),
         "alarms.limits.": (offline, nothing),
         "sandbox.token_file": (not remote, "the embedded server makes its own token"),

@@ -39,6 +39,7 @@ from jaxagent.rewards.shaping import Shaping
 from jaxagent.rollout import RolloutOptions, Rollouts
 from jaxagent.selection import FinetuneOptions
 from jaxagent.sharding import AXES, DeviceMesh
+from jaxagent.supervised import warmup_optimizer
 from jaxagent.types import Sampling
 from sandbox_client import (
     EmbeddedServer,
@@ -66,7 +67,7 @@ def faults(config: ConfigDict) -> list[str]:
         "lora": lora_spec,
         "learner": LearnerOptions,
         "optimizer": OptimizerOptions,
-        "warmup_optimizer": OptimizerOptions,
+        "warmup_optimizer": warmup_optimizer,
         "reward": Shaping,
         "alarms": Alarms,
         "finetune": FinetuneOptions,

@@ -15,9 +15,14 @@ from jaxagent.algos.preference import dpo
 from jaxagent.chat.template import Template, render
 from jaxagent.data.pack import Batch, Place, Row, pack, places
 from jaxagent.envs.env import World
-from jaxagent.learner import Learner
+from jaxagent.learner import Learner, OptimizerOptions
 from jaxagent.selection import Pair, imitated
 from jaxagent.types import Message, ToolSpec
+
+
+def warmup_optimizer(lr: float = 3e-3, lr_final: float = 3e-4, warmup_steps: int = 0) -> OptimizerOptions:
+    """AdamW of a warm-up: its second moments forget sooner than those of reinforcement, and weights decay a little."""
+    return OptimizerOptions(lr, lr_final, warmup_steps, b1=0.9, b2=0.98, weight_decay=0.01, clip_norm=1.0)
 
 
 def demonstrations(world: World, count: int, seed: int) -> list[list[Message]]:

@@ -175,7 +175,7 @@ def resume(run: Run) -> None:
     """Compiles, and takes up the last checkpoint if there is one."""
     with run.clock.part("compile"):
         learner, warmup = run.parts.learner, run.config.warmup.steps
-        learner.begin(OptimizerOptions(**run.config.warmup_optimizer), max(warmup, 1))
+        learner.begin(supervised.warmup_optimizer(**run.config.warmup_optimizer), max(warmup, 1))
         run.parts.compile()
     run.progress.say(f"compiled in {run.clock.parts['compile']:.1f} s")
     latest = run.checkpoints.latest()

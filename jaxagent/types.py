@@ -152,7 +152,7 @@ class Turn:
     error: str = ""  # what was wrong with the turn's syntax
     tools: list[ToolRecord] = field(default_factory=list)
     outcome: float | None = None  # the part of the reward that says whether the task was done; None where that is all of it
-    parts: dict[str, float] = field(default_factory=dict)  # what the reward is the sum of, where it has several parts
+    parts: dict[str, float] = field(default_factory=dict)  # of the reward, by name; the rest of it is one more, the outcome
     checks: dict[str, float] = field(default_factory=dict)  # scores that nothing is trained on
 
     def earn(self, reward: float) -> None:
@@ -160,7 +160,8 @@ class Turn:
         self.reward += reward
         if self.outcome is not None:
             self.outcome += reward
-            self.parts["outcome"] = self.parts.get("outcome", 0.0) + reward
+        if "outcome" in self.parts:
+            self.parts["outcome"] += reward
 
 
 @dataclass

@@ -208,7 +208,7 @@ def test_training_moved_the_policy(whole: Path) -> None:
 
 
 def test_shaping_is_learnt_from_by_its_parts_and_evaluation_never_sees_it(tmp_path: Path) -> None:
-    shaping = ("reward.mode=progressive", "reward.schedule=(0.5,)", "reward.terms.failed_calls=0.2")
+    shaping = ("reward.progressive=(0.5,)", "reward.failed_calls=0.2")
     run(configured(*shaping, "train.steps=2", "evaluate.every=0", "evaluate.ablate=False", "checkpoint.every=99"), tmp_path)
     store = Store(tmp_path / "trajectories")
     for step, record in enumerate(read(tmp_path / "metrics.jsonl")[18:], start=1):

@@ -26,8 +26,8 @@ class Step:
     Args:
         messages: the observation; on reset the whole beginning of the dialogue.
         reward: the increment for the action just taken, and `reason` why.
-        parts: what the reward is the sum of, by name, where it is more than an outcome; "outcome" is the one that says
-            whether the task was done, and the only one that success is measured by.
+        parts: of the reward, by name, where it is more than an outcome. The part "outcome", or else what the parts leave of the
+            reward, says whether the task was done: success is measured by it alone.
         checks: scores of the same action by other scorers, which nothing is trained on: their distance from the outcome says
             whether the reward is being gamed.
         terminated: the episode is over; `answered` where the policy's final answer ended it.

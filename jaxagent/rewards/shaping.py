@@ -5,14 +5,13 @@ Every component is bounded and stands by its name in `Turn.parts`, so that each 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from jaxagent.rewards.terms import efficiency, failed_calls, held, otc, overlong, progressive, staged
+from jaxagent.rewards import terms
+from jaxagent.rewards.terms import held
 from jaxagent.types import Group, Trajectory, Turn, by_rollout
 
-MODES = ("sum", "progressive", "staged")
-TERMS = ("overlong", "failed_calls", "efficiency", "otc")
 _POLICY_FAULTS = ("bad_arguments", "unknown_tool")
 
 
@@ -28,7 +27,7 @@ class ProgressiveReward:
     alpha_schedule: Callable[[float], float]
 
     def __call__(self, outcome: float, steps: Sequence[float], progress: float) -> float:
-        return progressive(outcome, steps, self.alpha_schedule(progress))
+        return terms.progressive(outcome, steps, self.alpha_schedule(progress))
 
 
 @dataclass(frozen=True)
@@ -41,47 +40,46 @@ class StagedReward:
     stage_schedule: Callable[[float], float]
 
     def __call__(self, outcome: float, steps: Sequence[float], progress: float) -> float:
-        return staged([sum(steps) / len(steps) if steps else 0.0, outcome], int(self.stage_schedule(progress)))
+        return terms.staged([sum(steps) / len(steps) if steps else 0.0, outcome], int(self.stage_schedule(progress)))
 
 
 class Shaping:
-    """Applies a mode and terms to groups.
+    """Applies what is asked for to groups.
 
     Args:
-        mode: "sum" leaves what the world pays; "progressive" and "staged" replace it by ProgressiveReward and StagedReward.
-        schedule: alphas, or stages, of equal shares of the run; for "sum" nothing.
-        terms: the weight of each of TERMS, in (0, 1), together below 1: no shaping may outweigh an outcome.
+        progressive: alphas of equal shares of the run, for a ProgressiveReward in place of what the world pays.
+        staged: 0 or 1 for equal shares of the run, for a StagedReward in its place.
+        overlong, failed_calls, efficiency, otc: weights of the terms of rewards/terms.py, in [0, 1), together below 1: no
+            shaping may outweigh an outcome.
         limit: sampled tokens at which `overlong` takes its whole weight; its zone is the last fifth.
         turns: that an episode may have, the smoothing constant of `otc`.
     """
 
     def __init__(
         self,
-        mode: str = "sum",
-        schedule: Sequence[float] = (),
-        terms: Mapping[str, float] | None = None,
+        progressive: Sequence[float] = (),
+        staged: Sequence[float] = (),
+        overlong: float = 0.0,
+        failed_calls: float = 0.0,
+        efficiency: float = 0.0,
+        otc: float = 0.0,
         limit: int = 0,
         turns: int = 1,
     ):
-        terms = dict(terms or {})
-        if mode not in MODES:
-            raise ValueError(f"reward.mode must be one of {', '.join(MODES)}; got {mode!r}")
-        if mode != "sum" and not schedule:
-            raise ValueError(
-                f"reward.schedule must have a value for every share of the run where reward.mode is {mode}; got ()"
-            )
-        if mode == "progressive" and not all(0 <= alpha <= 1 for alpha in schedule):
-            raise ValueError(f"reward.schedule must hold alphas in [0, 1], got {tuple(schedule)}")
-        if mode == "staged" and not all(stage in (0, 1) for stage in schedule):
-            raise ValueError(f"reward.schedule must hold stages 0 (form) or 1 (form, then outcome), got {tuple(schedule)}")
-        if unknown := [name for name in terms if name not in TERMS]:
-            raise ValueError(f"reward.terms must be of {', '.join(TERMS)}; got {unknown[0]!r}")
-        if not all(0 < weight < 1 for weight in terms.values()) or sum(terms.values()) >= 1:
-            raise ValueError(f"reward.terms must have positive weights that together stay below an outcome's 1; got {terms}")
-        self.terms, self.limit, self.turns = terms, limit, turns
+        if progressive and staged:
+            raise ValueError("reward.progressive and reward.staged each replace what the world pays; give one of them")
+        if not all(0 <= alpha <= 1 for alpha in progressive):
+            raise ValueError(f"reward.progressive must hold alphas in [0, 1], got {tuple(progressive)}")
+        if not all(stage in (0, 1) for stage in staged):
+            raise ValueError(f"reward.staged must hold stages 0 (form) or 1 (form, then outcome), got {tuple(staged)}")
+        weights = {"overlong": overlong, "failed_calls": failed_calls, "efficiency": efficiency, "otc": otc}
+        self.terms = {name: weight for name, weight in weights.items() if weight}
+        if not all(0 < weight < 1 for weight in self.terms.values()) or sum(weights.values()) >= 1:
+            raise ValueError(f"the terms of reward must have weights that together stay below an outcome's 1; got {self.terms}")
+        self.limit, self.turns = limit, turns
         self._whole: Callable[[float, Sequence[float], float], float] | None = None
-        if mode != "sum":
-            self._whole = ProgressiveReward(held(schedule)) if mode == "progressive" else StagedReward(held(schedule))
+        if progressive or staged:
+            self._whole = ProgressiveReward(held(progressive)) if progressive else StagedReward(held(staged))
 
     @property
     def active(self) -> bool:
@@ -99,7 +97,7 @@ class Shaping:
             outcome = segments[0].outcome
             for turn in turns:
                 turn.outcome = turn.reward if turn.outcome is None else turn.outcome
-                turn.parts = turn.parts or ({"outcome": turn.reward} if turn.reward else {})
+                turn.parts = {"outcome": turn.outcome, **turn.parts} if turn.outcome or turn.parts else {}
             if self._whole:
                 self._replace(turns, outcome, progress)
             self._charge(turns, segments, outcome, calls, min(solved, default=calls))
@@ -120,14 +118,16 @@ class Shaping:
         for name, weight in self.terms.items():
             if name == "overlong":
                 length = sum(sum(row.mask) for row in segments)
-                amount = weight * overlong(length, self.limit, max(1, self.limit // 5))
+                amount = weight * terms.overlong(length, self.limit, max(1, self.limit // 5))
             elif name == "failed_calls":
                 failed = sum(bool(turn.error) + sum(tool.outcome != "ok" for tool in turn.tools) for turn in turns)
-                amount = weight * failed_calls(failed)
+                amount = weight * terms.failed_calls(failed)
             else:
                 paid = max(0.0, sum(turn.parts.get("outcome", 0.0) for turn in turns)) if self._whole else max(0.0, outcome)
-                worth = efficiency(paid, calls, fewest, 1.0) if name == "efficiency" else otc(paid, calls, self.turns)
-                amount = weight * (worth - paid)
+                within = (
+                    terms.efficiency(paid, calls, fewest, 1.0) if name == "efficiency" else terms.otc(paid, calls, self.turns)
+                )
+                amount = weight * (within - paid)
             _set(turns[-1], name, amount)
 
 

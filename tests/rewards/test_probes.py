@@ -32,11 +32,11 @@ WORLDS = ("chain", "maze", *QUESTIONS)
 TERMS = {"overlong": 0.2, "failed_calls": 0.2, "efficiency": 0.2, "otc": 0.2}
 SHAPINGS = {
     "none": Shaping(),
-    "terms": Shaping(terms=TERMS, limit=400),
-    "form": Shaping("progressive", (0.0,), TERMS, limit=400),
-    "half form": Shaping("progressive", (0.5,), limit=400),
-    "first stage": Shaping("staged", (0,), limit=400),
-    "second stage": Shaping("staged", (1,), TERMS, limit=400),
+    "terms": Shaping(**TERMS, limit=400),
+    "form": Shaping(progressive=(0.0,), **TERMS, limit=400),
+    "half form": Shaping(progressive=(0.5,), limit=400),
+    "first stage": Shaping(staged=(0,), limit=400),
+    "second stage": Shaping(staged=(1,), **TERMS, limit=400),
 }
 WRONG = {"exact_match": "wrong", "last_number": "it is 1", "tagged_match": "<answer>wrong</answer>"}
 WRONG["calibrated_match"] = "wrong confidence: 0"  # the best that an honest failure can say
