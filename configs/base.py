@@ -87,8 +87,11 @@ def get_config(arg: str = "") -> ConfigDict:
     c.engine.append_rows = 8  # rows per prefill call
     c.engine.append_tokens = (64,)  # prefill lengths that are compiled
     c.engine.chunk = 128  # cache positions read at once; equal to slot_tokens reads the slot in one pass
+    c.engine.exact = True  # no bit of a trajectory depends on its neighbours; false computes rows and positions in use only
     c.engine.fork_min_tokens = 32  # group prompts shorter than this are prefilled again instead of copied
     c.engine.stop_tokens = 4  # most stop ids of a template
+    c.engine.offload_after_s = 0.0  # a tool this slow loses its slot, if others want it, to host memory; 0: never
+    c.engine.recompute = False  # compute again under new weights what trajectories in flight have cached, instead of keeping it
     c.engine.linger = 0.3  # longest wait for company, as a share of a decode call
     c.engine.dtype = "float32"  # of the sampler's weights and cache
 

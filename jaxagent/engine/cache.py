@@ -7,11 +7,13 @@ padding rows are dropped.
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from jaxagent.models.attention import Attend, AttentionSpec, attend_cached
+from jaxagent.models.attention import NEGATIVE, Attend, AttentionSpec, attend_cached, dot, group_queries, soft_cap
 from jaxagent.models.transformer import DecoderConfig
 
 LayerCache = tuple[Array, Array]  # keys [C, K, H, S], values [C, K, S, H]
@@ -55,6 +57,84 @@ def attend_slots(
         return attend_cached(q, read, pos_BT, keys.shape[1], length, chunk, spec, sliding), (keys, values)
 
     return attend
+
+
+def working_copy(cache: Cache, slot_W: Int[Array, "W"], used: int, ahead: int) -> Cache:
+    """The first `used` positions of some slots, and room for the `ahead` tokens of one decode call behind them.
+
+    A slot beyond the last stands for no row; what it copies is never seen.
+    """
+    room = (0, ahead)
+    read = partial(jnp.take, indices=slot_W, axis=0, mode="clip")
+    return tuple(
+        (
+            jnp.pad(read(keys[..., :used]), ((0, 0), (0, 0), (0, 0), room)),
+            jnp.pad(read(values[:, :, :used]), ((0, 0), (0, 0), room, (0, 0))),
+        )
+        for keys, values in cache
+    )
+
+
+def attend_working_copy(start_W: Int[Array, "W"], step: Int[Array, ""], used: int, tokens: int, spec: AttentionSpec) -> Attend:
+    """Attention of one step of a decode call over its working copy, one query a row, in one pass.
+
+    The call's own keys and values lie behind the `used` positions, at the same place for all rows: no step scatters, none
+    reads more than is in use. Bits depend on where the call began, and so on the neighbours; `attend_slots` is the one whose
+    bits do not.
+
+    Args:
+        start_W: positions of each row that were in the cache when the call began; none is above `used`.
+        step: steps of the call before this one, of `tokens`.
+    """
+    index = jnp.arange(used + tokens)
+    # How far before the query each key lies; W U+N.
+    distance = jnp.where(index < used, start_W[:, None] + step - index, used + step - index)
+    held = (index < used) & (index < start_W[:, None])
+    visible = held | ((index >= used) & (distance >= 0))
+
+    def attend(q: Array, k: Array, v: Array, cache: LayerCache, sliding: bool | Array) -> tuple[Array, LayerCache]:
+        keys, values = cache
+        keys = jax.lax.dynamic_update_slice_in_dim(keys, k.astype(keys.dtype).transpose(0, 2, 3, 1), used + step, 3)
+        values = jax.lax.dynamic_update_slice_in_dim(values, v.astype(values.dtype).transpose(0, 2, 1, 3), used + step, 2)
+        mask = visible & (distance < spec.window) if sliding else visible
+        grouped = group_queries(q, keys.shape[1], spec.scale)
+        scores = soft_cap(dot("BKTQH,BKHZ->BKTQZ", grouped, keys), spec.softcap)
+        scores = jnp.where(mask[:, None, None, None], scores, NEGATIVE)
+        weights = jnp.exp(scores - scores.max(-1, keepdims=True))
+        out = dot("BKTQZ,BKZH->BKTQH", weights.astype(v.dtype), values) / weights.sum(-1, keepdims=True)
+        return out.transpose(0, 2, 1, 3, 4).reshape(q.shape).astype(q.dtype), (keys, values)
+
+    return attend
+
+
+def keep_new(
+    cache: Cache, copy: Cache, slot_W: Int[Array, "W"], used: int, start_W: Int[Array, "W"], count_W: Int[Array, "W"]
+) -> Cache:
+    """Writes the first count tokens behind the `used` positions of a working copy into their slots, from `start` on."""
+    slots, ahead = cache[0][0].shape[0], jnp.arange(copy[0][0].shape[3] - used)
+    where = jnp.where(ahead < count_W[:, None], slot_W[:, None], slots)  # beyond the last slot: dropped
+    pos = start_W[:, None] + ahead
+    return tuple(
+        (
+            keys.at[where, :, :, pos].set(new_keys[..., used:].transpose(0, 3, 1, 2), mode="drop"),
+            values.at[where, :, pos].set(new_values[:, :, used:].transpose(0, 2, 1, 3), mode="drop"),
+        )
+        for (keys, values), (new_keys, new_values) in zip(cache, copy, strict=True)
+    )
+
+
+def read_slot(cache: Cache, slot: Int[Array, ""], used: int) -> Cache:
+    """The first `used` positions of one slot, per layer keys [K, H, used] and values [K, used, H]."""
+    return tuple((keys[slot, :, :, :used], values[slot, :, :used]) for keys, values in cache)
+
+
+def write_slot(cache: Cache, slot: Int[Array, ""], stash: Cache) -> Cache:
+    """Puts back what `read_slot` gave; a slot beyond the last is dropped."""
+    used = stash[0][0].shape[2]
+    return tuple(
+        (keys.at[slot, :, :, :used].set(k, mode="drop"), values.at[slot, :, :used].set(v, mode="drop"))
+        for (keys, values), (k, v) in zip(cache, stash, strict=True)
+    )
 
 
 def copy_prefix(cache: Cache, src_R: Int[Array, "R"], dst_R: Int[Array, "R"], used: int) -> Cache:

@@ -21,7 +21,7 @@ import numpy as np
 from flax import nnx
 
 from jaxagent.engine.cache import new_cache
-from jaxagent.engine.slots import Row, SlotTable
+from jaxagent.engine.slots import AWAY, Row, SlotTable
 from jaxagent.engine.steps import make_steps, new_rows
 from jaxagent.models.transformer import Decoder, DecoderConfig, Params, logical_axes, params_of
 from jaxagent.sharding import DeviceMesh
@@ -40,8 +40,11 @@ class EngineOptions:
     append_rows: int = 8  # R, rows per prefill call
     append_tokens: tuple[int, ...] = (64,)  # A, prefill lengths that are compiled
     chunk: int = 128  # cache positions that attention reads at once
+    exact: bool = True  # no bit of a row depends on its neighbours; else only rows and positions in use are computed
     fork_min_tokens: int = 32  # shorter prompts are prefilled again instead of copied
     stop_tokens: int = 4  # most stop ids of a request
+    offload_after_s: float = 0.0  # a tool this slow loses its trajectory's slot, if wanted, to host memory; 0: never
+    recompute: bool = False  # what is cached is computed again under published weights, instead of kept
     linger: float = 0.3  # longest wait for company, as a share of a decode call
     dtype: str = "float32"  # of the sampler's weights and cache
     record_routing: bool = False  # a mixture's experts are recorded for every token, so that training can take the same
@@ -49,8 +52,20 @@ class EngineOptions:
     def __post_init__(self) -> None:
         if self.slot_tokens % self.chunk:
             raise ValueError(f"engine.slot_tokens must be a multiple of engine.chunk, got {self.slot_tokens} and {self.chunk}")
+        if self.recompute and self.record_routing:
+            raise ValueError(
+                "engine.recompute does not go with learner.replay_routing: a token would have two choices of experts"
+            )
+        if self.offload_after_s < 0:
+            raise ValueError(f"engine.offload_after_s must not be negative, got {self.offload_after_s}")
         if list(self.append_tokens) != sorted(set(self.append_tokens)) or not self.append_tokens:
             raise ValueError(f"engine.append_tokens must be increasing lengths, got {self.append_tokens}")
+
+
+def used_lengths(chunk: int, slot_tokens: int) -> list[int]:
+    """The lengths that are compiled for reading the positions in use: 1, 2, 4, 8 ... chunks, and a whole slot."""
+    doubled = [chunk << n for n in range(slot_tokens.bit_length())]
+    return [length for length in doubled if length < slot_tokens] + [slot_tokens]
 
 
 @dataclass
@@ -60,6 +75,7 @@ class EngineStats:
     sampled: int = 0
     prefilled: int = 0
     forked: int = 0
+    offloaded: int = 0
     turns: int = 0
     decode_calls: int = 0
     append_calls: int = 0
@@ -80,6 +96,8 @@ class Engine:
         self._steps = make_steps(
             config, dtype=dtype, chunk=o.chunk, decode_tokens=o.decode_tokens, mesh=mesh, record_routing=o.record_routing
         )
+        self._lengths = used_lengths(o.chunk, o.slot_tokens)
+        self._widths = sorted({-(-o.slots // parts) for parts in (1, 2, 4)})
         self._cache = mesh.place(new_cache(config, o.slots, o.slot_tokens, dtype), (None, "kv_heads"))
         self._rows = mesh.place(new_rows(o.slots, o.stop_tokens))
         skeleton = nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0)))
@@ -183,30 +201,63 @@ class Engine:
                     if full or (quiet is not None and (quiet <= 0 or not self._wake.wait(quiet))):
                         return True
                     if quiet is None:
-                        self._wake.wait()
+                        self._wake.wait(self._until_room())
                         deadline = time.monotonic() + self.options.linger * self._segment_s
                 work, self._inbox = self._inbox, deque()
             for item in work:
                 item()
             self.table.admit()
+            self._make_room()
             if self.table.sampling and time.monotonic() > deadline:
                 return True  # a stream of small requests must not keep the turns in progress waiting
 
+    def _until_room(self) -> float | None:
+        """Seconds until a slot may be taken from a trajectory whose tool is slow; None where nobody waits for one."""
+        row = self.table.idle_longest() if self.options.offload_after_s else None
+        return max(0.0, row.idle_since + self.options.offload_after_s - time.monotonic()) if row else None
+
+    def _make_room(self) -> None:
+        """Moves trajectories whose tools are slow to host memory, for those that wait for a slot."""
+        while self._until_room() == 0.0:
+            row = self.table.idle_longest()
+            assert row is not None
+            if row.cached:
+                row.stash = jax.device_get(self._steps.stash(self._cache, row.slot, self._copied_length(row.cached)))
+            self._stats.offloaded += row.cached
+            self.table.vacate(row)
+            self.table.admit()
+
     def _tick(self) -> None:
         began = time.monotonic()
+        self._make_room()
         self._prefill()
-        decoded = self._steps.decode(self._params, self._cache, self._rows, self._armed)
+        rows = [row for row in self.table.by_slot if row and row.request]
+        slot_W, used = self._active(rows)
+        decoded = self._steps.decode(self._params, self._cache, self._rows, self._armed, slot_W, used)
         self._cache, self._rows, tokens, logprobs, routing = decoded
         self._armed = self._no_arming()
-        tokens_CN, logprobs_CN = np.asarray(tokens), np.asarray(logprobs)
-        self._collect(tokens_CN, logprobs_CN, None if routing is None else np.asarray(routing))
+        tokens_WN, logprobs_WN = np.asarray(tokens), np.asarray(logprobs)
+        self._collect(rows, slot_W is None, tokens_WN, logprobs_WN, None if routing is None else np.asarray(routing))
         self._segment_s = time.monotonic() - began
         self._stats.busy_s += self._segment_s
         self._stats.decode_calls += 1
-        self._stats.row_steps += tokens_CN.size
+        self._stats.row_steps += tokens_WN.size
+
+    def _active(self, rows: list[Row]) -> tuple[np.ndarray | None, int]:
+        """The slots to step and the positions that they use, both of compiled sizes; all of both in exact mode."""
+        if self.options.exact:
+            return None, 0
+        width = next(width for width in self._widths if width >= len(rows))
+        slot_W = np.full(width, self.options.slots, np.int32)  # beyond the last slot: nobody
+        slot_W[: len(rows)] = [row.slot for row in rows]
+        held = max((row.known + len(row.tokens) - 1 for row in rows), default=0)
+        return slot_W, next(length for length in self._lengths if length >= held)
 
     def _prefill(self) -> None:
         """Puts the fed tokens of new turns, but the pending ones, into the cache, and arms their rows."""
+        for row in self.table.take_returned():
+            if row.stash is not None:
+                self._cache, row.stash = self._steps.restore(self._cache, row.slot, row.stash), None
         begun = self.table.take_begun()
         rows = self.options.append_rows
         for bucket, work in self.table.chunks(self.options.append_tokens, rows):
@@ -245,10 +296,10 @@ class Engine:
             self._stats.forked += row.cached
             row.routing = list(row.source.prompt_routing)
             row.source = None
-        self._cache = self._steps.fork(self._cache, src_R, dst_R, self._fork_length(longest))
+        self._cache = self._steps.fork(self._cache, src_R, dst_R, self._copied_length(longest))
 
-    def _fork_length(self, used: int) -> int:
-        """The static length that a fork copies: a power of two of chunks, so that few programs exist."""
+    def _copied_length(self, used: int) -> int:
+        """The static length that is copied of a slot: a power of two of chunks, so that few programs exist."""
         length = self.options.chunk
         while length < used:
             length *= 2
@@ -277,21 +328,23 @@ class Engine:
         rows = {name: np.zeros(old.shape, old.dtype) for name, old in self._rows.items()}
         return {"mask": np.zeros(self.options.slots, bool), **rows}
 
-    def _collect(self, tokens_CN: np.ndarray, logprobs_CN: np.ndarray, routing_CN: np.ndarray | None) -> None:
-        """Hands the emitted tokens to their rows and answers the turns that ended."""
+    def _collect(
+        self, rows: list[Row], by_slot: bool, tokens_WN: np.ndarray, logprobs_WN: np.ndarray, routing_WN: np.ndarray | None
+    ) -> None:
+        """Hands the emitted tokens to their rows, which lie by slot or in order, and answers the turns that ended."""
         answers: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Future, Sample]]] = {}
-        counts = (tokens_CN >= 0).sum(axis=1).tolist()
-        tokens, logprobs = tokens_CN.tolist(), logprobs_CN.tolist()
-        for row in self.table.by_slot:
-            if row is None or row.request is None:
-                continue
-            n = counts[row.slot]
-            row.tokens += tokens[row.slot][:n]
-            row.logprobs += logprobs[row.slot][:n]
+        counts = (tokens_WN >= 0).sum(axis=1).tolist()
+        tokens, logprobs = tokens_WN.tolist(), logprobs_WN.tolist()
+        for i, row in enumerate(rows):
+            at = row.slot if by_slot else i
+            n = counts[at]
+            row.tokens += tokens[at][:n]
+            row.logprobs += logprobs[at][:n]
             row.versions += [self._version] * n
-            if routing_CN is not None:
-                row.routing.append(routing_CN[row.slot, :n])
+            if routing_WN is not None:
+                row.routing.append(routing_WN[at, :n])
             self._stats.sampled += n
+            assert row.request is not None
             stopped = row.tokens[-1] in row.request.stop
             if stopped or len(row.tokens) == row.request.sampling.max_tokens:
                 loop, future = row.ticket
@@ -302,10 +355,7 @@ class Engine:
     def _finish(self, row: Row, stopped: bool) -> Sample:
         request = row.request
         assert request is not None
-        row.request = row.ticket = None
-        row.known += len(row.tokens)
-        row.pending = row.tokens[-1]
-        row.turns_done += 1
+        self.table.end(row, time.monotonic())
         self._stats.turns += 1
         routing = np.concatenate(row.routing) if row.routing else None
         return Sample(row.tokens, row.logprobs, row.versions, stopped, request.start, list(request.tokens), routing)
@@ -324,7 +374,7 @@ class Engine:
 
     def _release(self, trajectory: str) -> None:
         row = self.table.rows.get(trajectory)
-        if row and row.request:
+        if row and row.request and row.slot != AWAY:
             self._armed["mask"][row.slot] = True
             self._armed["live"][row.slot] = False
         ticket = self.table.release(trajectory)
@@ -336,6 +386,8 @@ class Engine:
         here = jax.device_put(params, self._shardings)
         self._params = jax.block_until_ready(self._steps.publish(here))
         self._version = version
+        if self.options.recompute:
+            self.table.forget()
 
     def _warm_up(self) -> None:
         rows = self.options.append_rows
@@ -343,13 +395,19 @@ class Engine:
         for bucket in self.options.append_tokens:
             empty = np.zeros((rows, bucket), np.int32)
             self._cache, _ = self._steps.append(self._params, self._cache, none, empty, none, none)
-        if self.options.fork_min_tokens <= self.options.slot_tokens:
-            nowhere = np.full(rows, self.options.slots, np.int32)
-            length = 0
-            while length < self.options.slot_tokens:
-                length = self._fork_length(length + 1)
+        nowhere, length = np.full(rows, self.options.slots, np.int32), 0
+        while length < self.options.slot_tokens:
+            length = self._copied_length(length + 1)
+            if self.options.fork_min_tokens <= self.options.slot_tokens:
                 self._cache = self._steps.fork(self._cache, none, nowhere, length)
-        self._tick()
+            if self.options.offload_after_s:
+                stash = jax.device_get(self._steps.stash(self._cache, 0, length))
+                self._cache = self._steps.restore(self._cache, self.options.slots, stash)
+        programs = [(None, 0)] if self.options.exact else [(w, used) for w in self._widths for used in self._lengths]
+        for width, used in programs:
+            slot_W = None if width is None else np.full(width, self.options.slots, np.int32)
+            decoded = self._steps.decode(self._params, self._cache, self._rows, self._armed, slot_W, used)
+            self._cache, self._rows, *_ = decoded
         jax.block_until_ready(self._cache)
 
     def _abandon(self) -> None:

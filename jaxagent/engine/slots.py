@@ -1,7 +1,8 @@
 """Which trajectory owns which slot, and what it waits for: the engine's bookkeeping. Plain Python, no JAX.
 
 The host decides all placement; the device is told. A trajectory holds its slot, and so its keys and values, from its first
-request until it is released, also while its tool runs.
+request until it is released, also while its tool runs; where others want the slot and the tool is slow, what the slot holds may
+move to host memory meanwhile.
 """
 
 from __future__ import annotations
@@ -13,16 +14,17 @@ from typing import Any
 
 from jaxagent.types import SampleRequest
 
+AWAY = -1  # the slot of a trajectory whose keys and values are in host memory
+
 
 @dataclass
 class Row:
-    """A resident trajectory: what its slot holds, and the turn that is being sampled, if any."""
+    """A trajectory that the engine knows: what its slot holds, and the turn that is being sampled, if any."""
 
     trajectory: str
     group: str
     slot: int
-    known: int = 0  # tokens fed and sampled so far; the last of them is pending, not in the cache
-    pending: int = -1
+    held: list[int] = field(default_factory=list)  # tokens fed and sampled in earlier turns, and fed in this one
     prompt: tuple[int, ...] = ()  # tokens of the first request, which group mates may fork
     backlog: list[int] = field(default_factory=list)  # tokens that still have to be prefilled
     cached: int = 0  # tokens whose keys and values are in the cache
@@ -33,8 +35,19 @@ class Row:
     versions: list[int] = field(default_factory=list)
     source: Row | None = None  # the row whose cache this one forks before its first turn
     turns_done: int = 0
+    idle_since: float = 0.0  # when the last turn ended
+    stash: Any = None  # its keys and values in host memory, while it has no slot
     routing: list[Any] = field(default_factory=list)  # recorded experts of this turn's tokens, in pieces
     prompt_routing: list[Any] = field(default_factory=list)  # those of the prompt's cached tokens, for who forks them
+
+    @property
+    def known(self) -> int:
+        """Tokens before those that this turn sampled; the last of them is pending, not in the cache."""
+        return len(self.held)
+
+    @property
+    def pending(self) -> int:
+        return self.held[-1]
 
 
 class SlotTable:
@@ -48,13 +61,14 @@ class SlotTable:
         self.free: deque[int] = deque(range(slots))
         self.waiting: deque[tuple[SampleRequest, Any]] = deque()
         self.begun: list[Row] = []
+        self.returned: list[Row] = []  # rows with a slot again, whose keys and values must come back to it
         self.leaders: dict[str, Row] = {}  # group -> the resident row that prefills the group's prompt
 
     def check(self, request: SampleRequest) -> str:
         """What is wrong with a request, or an empty string."""
         row = self.rows.get(request.trajectory)
         known = row.known if row else 0
-        if row and row.request:
+        if (row and row.request) or any(waits.trajectory == request.trajectory for waits, _ in self.waiting):
             return f"trajectory {request.trajectory!r} is already sampling a turn"
         if request.start != known:
             return (
@@ -75,7 +89,7 @@ class SlotTable:
     def enqueue(self, request: SampleRequest, ticket: Any) -> None:
         """Takes a checked request: at once for a resident trajectory, else when a slot is free."""
         row = self.rows.get(request.trajectory)
-        if row:
+        if row and row.slot != AWAY:
             self._begin(row, request, ticket)
         else:
             self.waiting.append((request, ticket))
@@ -84,24 +98,65 @@ class SlotTable:
         """Gives free slots to waiting trajectories, in order of arrival."""
         while self.waiting and self.free:
             request, ticket = self.waiting.popleft()
-            row = Row(request.trajectory, request.group, self.free.popleft(), prompt=request.tokens)
-            self.rows[request.trajectory] = row
-            self.by_slot[row.slot] = row
+            row = self.rows.get(request.trajectory)
+            if row:  # it was here before
+                self._seat(row)
+                self.returned.append(row)
+                self._begin(row, request, ticket)
+                continue
+            row = self.rows[request.trajectory] = Row(request.trajectory, request.group, AWAY, prompt=request.tokens)
+            self._seat(row)
             self._begin(row, request, ticket)
             if row.group and len(row.prompt) >= self.fork_min:
                 leader = self.leaders.setdefault(row.group, row)
                 if leader is not row and leader.prompt == row.prompt:
                     row.source, row.cached, row.backlog = leader, len(row.prompt) - 1, []
 
+    def _seat(self, row: Row) -> None:
+        row.slot = self.free.popleft()
+        self.by_slot[row.slot] = row
+
     def _begin(self, row: Row, request: SampleRequest, ticket: Any) -> None:
-        unfed = [row.pending] if row.known else []
-        row.backlog = [*unfed, *request.tokens[:-1]]
-        row.cached = row.known - len(unfed)
-        row.known += len(request.tokens)
-        row.pending = request.tokens[-1]
+        row.held += request.tokens
+        row.backlog = row.held[row.cached : -1]
         row.request, row.ticket = request, ticket
         row.tokens, row.logprobs, row.versions, row.routing = [], [], [], []
         self.begun.append(row)
+
+    def end(self, row: Row, now: float) -> None:
+        """The turn of a row is over; what it sampled is held, all but the last token in the cache."""
+        row.request = row.ticket = None
+        row.held += row.tokens
+        row.cached = len(row.held) - 1
+        row.turns_done += 1
+        row.idle_since = now
+
+    def idle_longest(self) -> Row | None:
+        """The trajectory whose slot others want and that has waited longest for its tool."""
+        if not self.waiting or self.free:
+            return None
+        wanted = {id(row.source) for row in self.begun}  # about to be copied from
+        idle = [row for row in self.by_slot if row and not row.request and id(row) not in wanted]
+        return min(idle, key=lambda row: row.idle_since, default=None)
+
+    def vacate(self, row: Row) -> None:
+        """Takes the slot from a row, whose keys and values are in its stash."""
+        self._leave(row)
+        row.slot = AWAY
+
+    def forget(self) -> None:
+        """Nothing that is cached counts any more: all rows have everything to prefill, as under new weights."""
+        for row in self.rows.values():
+            tokens = row.held + row.tokens
+            row.cached, row.source, row.stash = 0, None, None
+            row.backlog = tokens[:-1] if row.request else []
+        self.returned.clear()
+        self.leaders.clear()
+
+    def take_returned(self) -> list[Row]:
+        """Rows that have a slot again since the last call."""
+        returned, self.returned = self.returned, []
+        return returned
 
     def take_begun(self) -> list[Row]:
         """Rows whose turn began since the last call, in the order of their arrival."""
@@ -133,21 +188,25 @@ class SlotTable:
     def release(self, trajectory: str) -> Any:
         """Frees a trajectory's slot, or takes it out of the queue; returns the ticket of an unanswered request."""
         row = self.rows.pop(trajectory, None)
-        if row:
-            self.by_slot[row.slot] = None
-            self.free.append(row.slot)
+        if row and row.slot != AWAY:
             self.begun = [other for other in self.begun if other is not row]
-            if self.leaders.get(row.group) is row:
-                del self.leaders[row.group]
-            for other in self.rows.values():
-                if other.source is row:  # too late to fork from it
-                    other.source, other.cached, other.backlog = None, 0, list(other.prompt[:-1])
+            self.returned = [other for other in self.returned if other is not row]
+            self._leave(row)
             return row.ticket if row.request else None
         for i, (request, ticket) in enumerate(self.waiting):
             if request.trajectory == trajectory:
                 del self.waiting[i]
                 return ticket
         return None
+
+    def _leave(self, row: Row) -> None:
+        self.by_slot[row.slot] = None
+        self.free.append(row.slot)
+        if self.leaders.get(row.group) is row:
+            del self.leaders[row.group]
+        for other in self.rows.values():
+            if other.source is row:  # too late to fork from it
+                other.source, other.cached, other.backlog = None, 0, list(other.prompt[:-1])
 
     @property
     def sampling(self) -> int:

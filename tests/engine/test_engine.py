@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 import tiny
 from compilations import compiled
+from flax import nnx
 
-from jaxagent.engine.engine import Engine, EngineOptions
+from jaxagent.engine.engine import Engine, EngineOptions, used_lengths
 from jaxagent.engine.replicas import Replicas
 from jaxagent.models.attention import packed
 from jaxagent.models.transformer import Decoder, params_of
@@ -75,7 +76,9 @@ def ask(name: str, tokens: list[int], start: int = 0, group: str = "", **samplin
     return SampleRequest(name, tuple(tokens), start, sampling_key(0, name, 0), (3, 7), settings, group)
 
 
-async def play(sampler: Sampler, name: str, *, slow: random.Random | None = None, group: str = "") -> Turns:
+async def play(
+    sampler: Sampler, name: str, *, slow: random.Random | None = None, group: str = "", turn: asyncio.Barrier | None = None
+) -> Turns:
     """Three turns of a trajectory whose tools answer sooner or later; everything it is told depends on its name only."""
     rng = random.Random(group or name)
     unfed, held, turns = [rng.randrange(40) for _ in range(rng.randrange(1, 10))], 0, []
@@ -84,6 +87,8 @@ async def play(sampler: Sampler, name: str, *, slow: random.Random | None = None
         turns.append((sample.tokens, sample.logprobs))
         held += len(unfed) + len(sample.tokens)
         unfed = [rng.randrange(40) for _ in range(rng.randrange(1, 4))]
+        if turn:
+            await turn.wait()
         for _ in range(slow.randrange(3) if slow else 0):
             await asyncio.sleep(slow.random() * 0.003 if slow else 0)
     sampler.release(name)
@@ -373,6 +378,67 @@ def test_nothing_compiles_after_warm_up(make: Callable[..., Engine]) -> None:
     run(play_all(engine, names, group="gg"))
     engine.publish(tiny.params(CONFIG), version=1)
     assert compiled == []
+
+
+def test_more_trajectories_than_slots_make_progress_at_once_and_no_bit_changes(
+    make: Callable[..., Engine], alone: dict[str, Turns]
+) -> None:
+    engine = make(options=replace(OPTIONS, offload_after_s=1e-6))
+    turn = asyncio.Barrier(len(NAMES))  # nobody begins a turn before all have ended the one before: slots alone would not do
+
+    async def together() -> dict[str, Turns]:
+        return dict(zip(NAMES, await asyncio.gather(*(play(engine, name, turn=turn) for name in NAMES)), strict=True))
+
+    assert run(together()) == alone
+    stats = engine.take_stats()
+    assert stats.offloaded > 0
+    assert stats.prefilled < sum(len(tokens) for turns in alone.values() for tokens, _ in turns)  # what was held came back
+
+
+def test_new_weights_recompute_what_is_cached_where_that_is_asked_for(make: Callable[..., Engine]) -> None:
+    other = jax.tree.map(lambda w: w * 1.5, tiny.params(CONFIG))
+    found = []
+    for recompute in (False, True):
+        engine = make(options=replace(OPTIONS, recompute=recompute))
+
+        async def across(engine: Engine = engine) -> tuple[Sample, Sample]:
+            first = await engine.generate(ask("a", [1, 2, 3, 4]))
+            await asyncio.to_thread(engine.publish, other, 1)
+            second = await engine.generate(ask("a", [5], 4 + len(first.tokens), temperature=0.0))
+            engine.release("a")
+            return first, second
+
+        first, second = run(across())
+        found.append((first, second))
+    (first, kept), (again, second) = found
+    assert first.tokens == again.tokens
+    assert kept.tokens != second.tokens
+    row = [1, 2, 3, 4, *first.tokens, 5, *second.tokens]
+    policy = Decoder(CONFIG, nnx.Rngs(0))
+    logits = jax.jit(lambda p, t: nnx.merge(params_of(policy)[0], p)(t))(other, jnp.asarray([row]))[0]
+    want = jnp.argmax(logits[5 + len(first.tokens) - 1 : -1], -1)
+    assert second.tokens == want.tolist()
+
+
+@pytest.mark.usefixtures("compiled_quickly")
+def test_without_exactness_the_trajectories_are_the_same_up_to_rounding_and_nothing_compiles_after_warm_up(
+    make: Callable[..., Engine], alone: dict[str, Turns]
+) -> None:
+    engine = make(options=replace(OPTIONS, exact=False, chunk=16))
+    engine.warm_up().result()
+    compiled.clear()
+    played = [run(play_all(engine, NAMES)), run(play_all(engine, NAMES[:1]))]  # in a crowd, and alone
+    assert compiled == []
+    for name, turns in (pair for found in played for pair in found.items()):
+        for (tokens, logprobs), (want, want_logprobs) in zip(turns, alone[name], strict=True):
+            assert tokens == want
+            np.testing.assert_allclose(logprobs, want_logprobs, atol=1e-5)
+
+
+def test_the_lengths_that_are_read_double_and_end_with_the_slot() -> None:
+    assert used_lengths(8, 32) == [8, 16, 32]
+    assert used_lengths(64, 1000) == [64, 128, 256, 512, 1000]
+    assert used_lengths(32, 32) == [32]
 
 
 def test_shapes_that_do_not_fit_each_other_are_refused() -> None:

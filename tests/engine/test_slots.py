@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from jaxagent.engine.slots import Row, SlotTable
+from jaxagent.engine.slots import AWAY, Row, SlotTable
 from jaxagent.types import SampleRequest, Sampling
 
 
@@ -25,9 +25,8 @@ def enter(table: SlotTable, *requests: SampleRequest) -> None:
 def end_turn(table: SlotTable, name: str, sampled: list[int]) -> None:
     """What the engine does when a turn is over."""
     row = table.rows[name]
-    row.request = row.ticket = None
-    row.known += len(sampled)
-    row.pending = sampled[-1]
+    row.tokens = sampled
+    table.end(row, now=0.0)
 
 
 Call = tuple[int, list[tuple[str, int, list[int]]]]
@@ -238,3 +237,53 @@ def step(
         if row.source:
             cache[row.slot] = cache[row.source.slot][: row.cached]
             row.source = None
+
+
+def test_the_slot_of_the_slowest_tool_goes_to_who_waits_and_its_owner_comes_back() -> None:
+    table = SlotTable(2, 32, 99)
+    enter(table, ask("a", (5, 6)), ask("b", (7,)))
+    prefill(table)
+    assert table.idle_longest() is None  # nobody waits
+    for name, now in (("b", 1.0), ("a", 2.0)):
+        table.rows[name].tokens = [8, 9]
+        table.end(table.rows[name], now)
+    enter(table, ask("c", (1, 2, 3)))
+    slowest = table.idle_longest()
+    assert slowest is table.rows["b"]
+    table.vacate(slowest)
+    assert (slowest.slot, slowest.cached) == (AWAY, 2)
+    enter(table, ask("b", (4,), start=3))  # its tool has answered, but there is no slot
+    assert table.rows["c"].slot == 1
+    assert "already sampling" in table.check(ask("b", (4,), start=3))
+    assert table.take_returned() == []
+    assert table.idle_longest() is table.rows["a"]
+    table.release("a")
+    table.admit()
+    assert table.take_returned() == [slowest]
+    assert (slowest.slot, slowest.backlog, slowest.pending) == (0, [9], 4)
+
+
+def test_a_trajectory_whose_slot_was_taken_can_be_released_and_its_request_is_answered() -> None:
+    table = SlotTable(1, 32, 99)
+    enter(table, ask("a"))
+    prefill(table)
+    end_turn(table, "a", [8])
+    enter(table, ask("b"))
+    table.vacate(table.rows["a"])
+    enter(table, ask("a", (4,), start=4))
+    assert table.release("a") == "a"  # the ticket
+    assert not table.waiting
+    assert list(table.free) == []
+    assert set(table.rows) == {"b"}
+
+
+def test_what_is_forgotten_is_prefilled_whole() -> None:
+    table = SlotTable(3, 32, 2)
+    enter(table, ask("a", (5, 6, 7), group="g"), ask("idle", (1, 2)))
+    prefill(table)
+    end_turn(table, "idle", [3, 4])
+    table.rows["a"].tokens = [8, 9]  # in the middle of a turn
+    table.forget()
+    assert prefill(table) == [(4, [("a", 0, [5, 6, 7, 8])])]
+    enter(table, ask("idle", (9,), start=4), ask("mate", (5, 6, 7), group="g"))
+    assert prefill(table) == [(4, [("idle", 0, [1, 2, 3, 4]), ("mate", 0, [5, 6])])]  # no fork of what is gone

@@ -55,7 +55,9 @@ class Rig:
             token[i, : len(tokens)] = tokens
         self.cache, _ = self.steps.append(self.params, self.cache, slot, token, start, count)
 
-    def decode(self, begin: dict[int, tuple[int, int]] | None = None, left: int = 20, stop: int = -1) -> tuple[np.ndarray, ...]:
+    def decode(
+        self, begin: dict[int, tuple[int, int]] | None = None, left: int = 20, stop: int = -1, used: int = 0
+    ) -> tuple[np.ndarray, ...]:
         """One decode call; `begin` arms slots with (pending token, its position)."""
         armed = {name: np.zeros(old.shape, old.dtype) for name, old in self.rows.items()}
         armed["mask"] = np.zeros(SLOTS, bool)
@@ -63,8 +65,10 @@ class Rig:
         for slot, (token, pos) in (begin or {}).items():
             armed["mask"][slot] = armed["live"][slot] = True
             armed["token"][slot], armed["pos"][slot], armed["left"][slot], armed["key"][slot] = token, pos, left, (7, slot)
-        self.cache, self.rows, tokens, logprobs, _ = self.steps.decode(self.params, self.cache, self.rows, armed)
-        return np.asarray(tokens), np.asarray(logprobs)
+        slots = np.asarray([2, 0, SLOTS, 1], np.int32) if used else None
+        self.cache, self.rows, tokens, logprobs, _ = self.steps.decode(self.params, self.cache, self.rows, armed, slots, used)
+        order = [1, 3, 0] if used else slice(None)  # back to the order of the slots
+        return np.asarray(tokens)[order], np.asarray(logprobs)[order]
 
 
 @pytest.fixture(scope="module", params=KINDS.values(), ids=list(KINDS))
@@ -98,6 +102,26 @@ def test_decoded_logprobs_equal_those_of_the_full_forward(fresh: Rig) -> None:
     for slot, tokens in prompts.items():
         assert_equal_to_full_forward(fresh, tokens, sampled[slot], logprobs[slot])
     np.testing.assert_array_equal(sampled[1], -1)
+
+
+@pytest.mark.usefixtures("compiled_quickly")
+def test_reading_the_positions_in_use_in_one_pass_gives_the_same_tokens(fresh: Rig) -> None:
+    prompts = {0: prompt(fresh, 7, 1), 1: prompt(fresh, 1, 3), 2: prompt(fresh, 3, 2)}  # one has nothing in its slot yet
+    found = {}
+    for used in (0, CHUNK):
+        fresh.clear()
+        fresh.append([(slot, 0, tokens[:-1]) for slot, tokens in prompts.items() if len(tokens) > 1])
+        begin = {slot: (tokens[-1], len(tokens) - 1) for slot, tokens in prompts.items()}
+        first = fresh.decode(begin, left=6, used=used)
+        found[used] = first, fresh.decode(used=used and LENGTH)  # which ends in the middle of the call
+        assert not fresh.rows["live"].any()
+    for want, got in zip(found[0], found[CHUNK], strict=True):
+        np.testing.assert_array_equal(got[0], want[0])
+        np.testing.assert_allclose(got[1], want[1], atol=1e-5)
+    row = [*prompts[1], *np.concatenate([call[0][1] for call in found[CHUNK]])[:6].tolist(), 1]
+    fresh.append([(1, 6, row[6:7])])  # the pending token
+    after = fresh.decode({1: (1, 7)})  # what was kept in the slots is what the next turn sees
+    assert_equal_to_full_forward(fresh, row, after[0][1], after[1][1])
 
 
 def test_appending_in_pieces_equals_appending_at_once(fresh: Rig) -> None:
