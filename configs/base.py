@@ -68,8 +68,8 @@ def get_config(arg: str = "") -> ConfigDict:
         0  # 0 takes tasks as they come; above, by what they teach, each so often per round of all; finite worlds
     )
 
-    # Shaping in training, none by default; evaluation sees outcomes only. `progressive` (alphas) or `staged` (0 and 1), for equal
-    # shares of the run, let form fade into outcome; weights of overlong, failed_calls, efficiency, otc: rewards/terms.py.
+    # Shaping in training, none by default; evaluation sees outcomes only. `progressive` (alphas) or `staged` (0 and 1), each
+    # for an equal share of the run, let form fade into outcome; weights of overlong, failed_calls, efficiency, otc add costs.
     c.reward = ConfigDict()
 
     c.algo = ConfigDict()
@@ -129,7 +129,6 @@ def get_config(arg: str = "") -> ConfigDict:
     c.optimizer.lr = 1e-6
     c.optimizer.lr_final = 0.0
     c.optimizer.warmup_steps = 10
-    c.optimizer.b1 = 0.9
     c.optimizer.b2 = 0.99
     c.optimizer.weight_decay = 0.0
     c.optimizer.clip_norm = 1.0
