@@ -63,6 +63,11 @@ def get_config(arg: str = "") -> ConfigDict:
     c.feed.rollouts = 8  # trajectories of a group
     c.feed.max_rounds = 3  # of replacing groups without a signal, where the algorithm selects mixed groups
     c.feed.max_staleness = 0  # versions between sampling and training
+    c.feed.max_repeats = 0  # 0 takes tasks as they come; above, by value p (1 - p), each so often in a round of all
+
+    # Shaping in training, none by default; evaluation sees outcomes only. `progressive` (alphas) or `staged` (0 and 1), each
+    # for an equal share of the run, let form fade into outcome; weights of overlong, failed_calls, efficiency, otc add costs.
+    c.reward = ConfigDict()
 
     c.algo = ConfigDict()  # what the columns mean, and all that they can be, stands in algos/table.py
     c.algo.name = "grpo"  # a row of that table; the keys below replace its columns where they are given
@@ -117,17 +122,24 @@ def get_config(arg: str = "") -> ConfigDict:
     c.learner.router_z_coef = 0.0  # mixtures: weight of the loss that keeps router logits small
     c.learner.attention = "auto"  # back end: xla, splash (TPU), cudnn (GPU), context (cut rows); a run says which and why
 
+    c.finetune = ConfigDict()  # learning without a policy gradient, by `jaxagent finetune`
+    c.finetune.mode = ""  # sft, raft, rest_em or dpo; empty is for `jaxagent train`
+    c.finetune.path = ""  # dialogues, pairs or stored trajectories; empty samples
+    c.finetune.batch = 32  # rows, or pairs, of a step
+    c.finetune.rounds = 1  # of sampling; train.steps are shared among them
+    c.finetune.threshold = ()  # rewards to reach, one phase after the other; empty takes the best of each group
+    c.finetune.beta = 0.1  # of DPO
+
     c.train = ConfigDict()
-    c.train.steps = 100
+    c.train.steps = 100  # of reinforcement, or of fine-tuning
     c.train.minibatches = 1  # optimizer steps per batch of groups
     c.train.old_logprob = "sampler"  # or "trainer": one more forward pass; against which ratios are taken
     c.train.max_broken = 0.5  # share of episodes lost to infrastructure that ends the run with a message
 
-    c.optimizer = ConfigDict()  # AdamW of the reinforcement phase
+    c.optimizer = ConfigDict()  # AdamW of reinforcement, or of fine-tuning
     c.optimizer.lr = 1e-6
     c.optimizer.lr_final = 0.0
     c.optimizer.warmup_steps = 10
-    c.optimizer.b1 = 0.9
     c.optimizer.b2 = 0.99
     c.optimizer.weight_decay = 0.0
     c.optimizer.clip_norm = 1.0
@@ -141,10 +153,6 @@ def get_config(arg: str = "") -> ConfigDict:
     c.warmup_optimizer.lr = 3e-3
     c.warmup_optimizer.lr_final = 3e-4
     c.warmup_optimizer.warmup_steps = 0
-    c.warmup_optimizer.b1 = 0.9
-    c.warmup_optimizer.b2 = 0.98
-    c.warmup_optimizer.weight_decay = 0.01
-    c.warmup_optimizer.clip_norm = 1.0
 
     c.evaluate = ConfigDict()
     c.evaluate.every = 20  # steps between evaluations on validation tasks; 0 is never
@@ -153,6 +161,12 @@ def get_config(arg: str = "") -> ConfigDict:
     c.evaluate.rollouts = 1  # k, episodes per task
     c.evaluate.temperature = 1.0
     c.evaluate.ablate = True  # also score with tool results made to say nothing
+
+    c.alarms = ConfigDict()  # warn, and end the run where they are named in `stop`
+    c.alarms.limits = (
+        ConfigDict()
+    )  # kl of one step, entropy's share of its start, zero_variance's of groups; else 0.1, 0.05, 0.9
+    c.alarms.stop = "tools"  # with commas: kl, entropy, zero_variance, parse_errors, held_out, gap, tools, gradient; or all
 
     c.checkpoint = ConfigDict()
     c.checkpoint.every = 20  # steps

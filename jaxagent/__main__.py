@@ -1,6 +1,7 @@
 """The command line. Every command is a thin door to a function that Python callers use too.
 
 jaxagent train    --config=FILE[:ARG] --workdir=DIR [--config.KEY=VALUE ...]
+jaxagent finetune --config=FILE[:ARG] --workdir=DIR [--config.KEY=VALUE ...]
 jaxagent eval     --workdir=DIR [--tasks=N] [--rollouts=K] [--split=test] [--temperature=T]
 jaxagent generate --checkpoint=DIR --prompt=TEXT [--temperature=T] [--max-tokens=N]
 jaxagent view     DIR
@@ -15,9 +16,11 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+STORIES = ("train", "finetune")
 # Each command's module is imported when it is called: --help must not wait for JAX.
 _HOME = {
     "train": "jaxagent.train",
+    "finetune": "jaxagent.finetune",
     "eval": "jaxagent.evaluate",
     "generate": "jaxagent.policy",
     "export": "jaxagent.policy",
@@ -29,9 +32,14 @@ def parser() -> argparse.ArgumentParser:
     formatter = argparse.RawDescriptionHelpFormatter
     whole = argparse.ArgumentParser("jaxagent", description=__doc__, formatter_class=formatter)
     commands = whole.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    train = commands.add_parser("train", help="reinforcement learning, with a supervised warm-up")
-    train.add_argument("--config", required=True, help="a file with get_config(arg), as FILE or FILE:ARG")
-    train.add_argument("--workdir", required=True)
+    stories = {
+        "train": "reinforcement learning, with a supervised warm-up",
+        "finetune": "learning without a policy gradient: imitation, rejection sampling, preferences",
+    }
+    for name, said in stories.items():
+        story = commands.add_parser(name, help=said)
+        story.add_argument("--config", required=True, help="a file with get_config(arg), as FILE or FILE:ARG")
+        story.add_argument("--workdir", required=True)
     evaluate = commands.add_parser("eval", help="success on held-out tasks, with its confidence interval")
     evaluate.add_argument("--workdir", required=True)
     evaluate.add_argument("--tasks", type=count, help="default: evaluate.final_tasks of the run")
@@ -66,8 +74,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     overrides = [a.removeprefix("--config.") for a in arguments if a.startswith("--config.")]
     options = vars(parser().parse_args([a for a in arguments if not a.startswith("--config.")]))
     command = options.pop("command")
-    if overrides and command != "train":
-        print("--config.KEY=VALUE belongs to jaxagent train", file=sys.stderr)
+    if overrides and command not in STORIES:
+        print("--config.KEY=VALUE belongs to jaxagent train and jaxagent finetune", file=sys.stderr)
         return 2
     home = importlib.import_module(_HOME[command])
     faults: tuple[type[Exception], ...] = (ValueError, *getattr(home, "FAULTS", ()))
@@ -77,12 +85,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("stopped" + "; the same command goes on from the last checkpoint" * (command == "train"), file=sys.stderr)
+        print("stopped" + "; the same command goes on from the last checkpoint" * (command in STORIES), file=sys.stderr)
         return 130
 
 
 def call(command: str, home: Any, overrides: Sequence[str], options: dict[str, Any]) -> int:
-    if command == "train":
+    if command in STORIES:
         return home.run(options["config"], overrides, options["workdir"])
     done = {"eval": "report", "view": "write_report"}.get(command, command)
     return getattr(home, done)(**options)

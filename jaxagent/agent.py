@@ -81,7 +81,7 @@ class Agent:
                 step = await self._act(seat, env, step, sampling)
                 for agent, reward in step.rewards.items():
                     if agent in seats:  # who never acted has nothing to learn from
-                        seats[agent].trajectory.turns[-1].reward += reward
+                        seats[agent].trajectory.turns[-1].earn(reward)
                 if not (step.terminated or step.truncated):
                     seat = self._seat(seats, step, rows, key)
             for row in rows:
@@ -89,9 +89,9 @@ class Agent:
         finally:
             for seat in seats.values():
                 self.sampler.release(seat.name)
-                whole = sum(row.reward for row in seat.rows)
+                whole, outcome = sum(row.reward for row in seat.rows), sum(row.outcome for row in seat.rows)
                 for row in seat.rows:
-                    row.elsewhere = whole - row.reward
+                    row.elsewhere, row.outcome_elsewhere = whole - row.reward, outcome - row.outcome
 
     def _seat(self, seats: dict[str, Seat], step: Step, rows: list[Trajectory], key: tuple[int, int]) -> Seat:
         if step.agent not in seats:
@@ -162,7 +162,9 @@ class Agent:
         answer = await env.step(action)
         trajectory.waiting = ""
         turn.reward, turn.reason, turn.tools = answer.reward, answer.reason, answer.tools
-        turn.parts = dict(answer.parts)
+        turn.parts, turn.checks = dict(answer.parts), dict(answer.checks)
+        rest = answer.reward - sum(answer.parts.values())
+        turn.outcome = answer.parts.get("outcome", rest) if answer.parts else None
         return answer
 
 

@@ -28,7 +28,7 @@ class ConfigError(ValueError):
         super().__init__("\n".join(f"config: {fault}" for fault in faults))
 
 
-OPEN = ("env.options",)  # sections whose keys belong to a component that is chosen by name
+OPEN = ("env.options", "reward", "alarms.limits")  # sections whose keys belong to a component that is chosen by name
 _DTYPES = ("float32", "bfloat16")
 _COUNTS = (
     *("model.width", "model.layers", "model.heads", "model.kv_heads", "model.head_width", "model.ffn_width"),
@@ -212,6 +212,12 @@ def _rule_faults(c: ConfigDict) -> Iterator[str]:
         yield f"train.old_logprob must be sampler or trainer, got {c.train.old_logprob!r}"
     if c.train.minibatches < 1 or c.train.minibatches > c.feed.prompts:
         yield f"train.minibatches must be 1 to feed.prompts={c.feed.prompts}, got {c.train.minibatches}"
+    phases = c.finetune.rounds * max(1, len(c.finetune.threshold))
+    if c.finetune.mode and c.finetune.rounds > 0 and c.train.steps % phases:
+        yield (
+            f"train.steps={c.train.steps} must be a multiple of finetune.rounds={c.finetune.rounds} times the "
+            f"{max(1, len(c.finetune.threshold))} thresholds: every phase gets its share of the steps"
+        )
     if c.sandbox.url and not c.sandbox.token_file:
         yield "sandbox.url needs sandbox.token_file, the file with the server's bearer token"
     if c.sandbox.code not in ("auto", "require", "off"):
@@ -246,6 +252,10 @@ def _inert(c: ConfigDict) -> Iterator[tuple[str, str]]:
     """The keys that do nothing as the others stand, and why."""
     row = algorithm_of(c)
     remote = bool(c.sandbox.url)
+    mode = c.finetune.mode
+    offline = bool(mode and c.finetune.path)
+    tuned = f"finetune.mode={mode} has no policy gradient"
+    nothing = "finetune.path gives what is learnt from; nothing is sampled to train on"
     all_trained = not (c.lora.rank or c.learner.train_only or c.learner.freeze)
     inert = {
         "lora.alpha": (not c.lora.rank, "lora.rank is 0"),
@@ -257,15 +267,29 @@ def _inert(c: ConfigDict) -> Iterator[tuple[str, str]]:
         "warmup_optimizer.": (not c.warmup.steps, "warmup.steps is 0"),
         "feed.max_rounds": (row is not None and row.select != "mixed", "the algorithm keeps all groups"),
         "critic.": (row is not None and not row.critic, f"{c.algo.name} has no critic"),
+        "finetune.": (not mode, "finetune.mode is empty"),
+        "finetune.threshold": (mode in ("sft", "dpo"), f"finetune.mode={mode} chooses by no threshold"),
+        "finetune.rounds": (mode == "sft", "a file is learnt from in one round"),
+        "finetune.beta": (bool(mode) and mode != "dpo", "only finetune.mode=dpo has it"),
+        "algo.": (bool(mode), tuned),
+        "train.minibatches": (bool(mode), tuned),
+        "train.old_logprob": (bool(mode), tuned),
+        "learner.replay_routing": (bool(mode), "what is imitated takes the experts that the router gives it"),
+        "feed.": (offline, nothing),
+        "train.max_broken": (offline, nothing),
+        "reward.": (offline, nothing),
+        "alarms.limits.kl": (bool(mode), tuned),
+        "alarms.limits.": (offline, nothing),
         "sandbox.token_file": (not remote, "the embedded server makes its own token"),
         "sandbox.code": (remote, "sandbox.url names a server that has its own rules"),
         "sandbox.min_isolation": (remote, "sandbox.url names a server that has its own rules"),
     }
     for key in leaves(c):
-        for prefix, (dead, why) in inert.items():
-            if dead and key.startswith(prefix) and key != "warmup.steps":
-                yield key, why
-    yield from ((f"algo.{column}", why) for column, why in inert_columns(c.algo.name, dict(c.algo)))
+        whys = (why for prefix, (dead, why) in inert.items() if dead and key.startswith(prefix))
+        if key not in ("warmup.steps", "finetune.mode") and (why := next(whys, "")):
+            yield key, why
+    if not mode:
+        yield from ((f"algo.{column}", why) for column, why in inert_columns(c.algo.name, dict(c.algo)))
 
 
 def save(config: ConfigDict, path: Path) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from jaxagent.data.tasks import TaskStream
-from jaxagent.envs.env import World
+from jaxagent.data.tasks import TaskStream, ValueStream
+from jaxagent.envs.env import ENDLESS, World, size_of
 from jaxagent.rollout import Rollouts
 from jaxagent.types import Group, Sampling, Trajectory
 
@@ -21,12 +22,15 @@ class FeedOptions:
         rollouts: trajectories of a group.
         max_rounds: how often groups without a signal are replaced by new ones, for algorithms that select mixed groups.
         max_staleness: versions between sampling and training; only 0 is built.
+        max_repeats: 0 draws tasks in a shuffled order; above, by their value p (1 - p), each at most so often in as many draws
+            as there are tasks. For worlds with a fixed number of tasks.
     """
 
     prompts: int = 16
     rollouts: int = 8
     max_rounds: int = 3
     max_staleness: int = 0
+    max_repeats: int = 0
 
     def __post_init__(self) -> None:
         if self.max_staleness:
@@ -34,22 +38,50 @@ class FeedOptions:
         for name in ("prompts", "rollouts", "max_rounds"):
             if getattr(self, name) < 1:
                 raise ValueError(f"feed.{name} must be at least 1, got {getattr(self, name)}")
+        if self.max_repeats < 0:
+            raise ValueError(f"feed.max_repeats must be at least 0, got {self.max_repeats}")
+
+
+def stream_of(world: World, seed: int, options: FeedOptions) -> TaskStream | ValueStream:
+    """The order in which a world's training tasks come. Raises ValueError where it cannot be by value."""
+    size = size_of(world, "train")
+    if not options.max_repeats:
+        return TaskStream(size, seed)
+    if size == ENDLESS:
+        raise ValueError(
+            f"feed.max_repeats={options.max_repeats} draws tasks by what is known of them, but this world makes a new task "
+            "every time: set it to 0, or choose a world with a fixed number of tasks (`sizes`)"
+        )
+    return ValueStream(size, seed, options.max_repeats)
 
 
 class Feed:
     """Draws tasks, has them played, and hands out whole groups in the order of the stream."""
 
-    def __init__(self, world: World, tasks: TaskStream, rollouts: Rollouts, sampling: Sampling, options: FeedOptions):
+    def __init__(
+        self,
+        world: World,
+        tasks: TaskStream | ValueStream,
+        rollouts: Rollouts,
+        sampling: Sampling,
+        options: FeedOptions,
+    ):
         self.world, self.tasks, self.rollouts = world, tasks, rollouts
         self.sampling, self.options = sampling, options
         self.drawn = 0
 
-    def take(self, *, mixed: bool) -> tuple[list[Group], list[Group]]:
-        """(groups to train on, all groups sampled). `mixed` replaces groups whose rewards are all equal."""
+    def take(self, *, mixed: bool, shape: Callable[[Group], None] | None = None) -> tuple[list[Group], list[Group]]:
+        """(groups to train on, all groups sampled). `mixed` replaces groups whose rewards are all equal.
+
+        Args:
+            shape: shapes the rewards of a finished group, before it is asked whether they differ.
+        """
         kept: list[Group] = []
         sampled: list[Group] = []
         for _ in range(self.options.max_rounds if mixed else 1):
             groups = self._sample(self.options.prompts - len(kept))
+            for group in groups if shape else ():
+                shape(group)
             sampled += groups
             kept += [group for group in groups if not mixed or has_signal(group)]
             if len(kept) == self.options.prompts:
@@ -58,11 +90,16 @@ class Feed:
 
     def _sample(self, count: int) -> list[Group]:
         named = []
-        for index in self.tasks.take(count):
+        indices = self.tasks.take(count)
+        for index in indices:
             named.append((f"train/{self.drawn}", self.world.task("train", index)))
             self.drawn += 1
         futures = self.rollouts.play(named, self.options.rollouts, self.sampling)
-        return [Group(name, wait(members)) for (name, _), members in zip(named, futures, strict=True)]
+        groups = [Group(name, wait(members)) for (name, _), members in zip(named, futures, strict=True)]
+        for index, group in zip(indices, groups, strict=True):
+            counted = [row for row in group.trajectories if row.stop.counts and not row.segment]
+            self.tasks.tell(index, sum(row.solved for row in counted), len(counted))
+        return groups
 
     def state(self) -> dict[str, Any]:
         return {"drawn": self.drawn, "tasks": self.tasks.state()}

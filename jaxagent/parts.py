@@ -21,6 +21,7 @@ from ml_collections import ConfigDict
 
 from jaxagent import config as configs
 from jaxagent.agent import Agent, Limits
+from jaxagent.alarms import Alarms
 from jaxagent.algos.table import Algorithm, Choice, choose
 from jaxagent.chat.family import template_of
 from jaxagent.chat.history import ChatOptions
@@ -30,13 +31,16 @@ from jaxagent.critic import CriticOptions, critic_of
 from jaxagent.engine.engine import Engine, EngineOptions
 from jaxagent.engine.replicas import Replicas
 from jaxagent.envs import env as envs
-from jaxagent.feed import FeedOptions
+from jaxagent.feed import FeedOptions, stream_of
 from jaxagent.learner import Learner, LearnerOptions, OptimizerOptions, trained_of
 from jaxagent.models import peft
 from jaxagent.models.adapters import fresh_adapters, is_adapter, lora_spec, merged
 from jaxagent.models.transformer import Decoder, DecoderConfig, Params, params_of
+from jaxagent.rewards.shaping import Shaping
 from jaxagent.rollout import RolloutOptions, Rollouts
+from jaxagent.selection import FinetuneOptions
 from jaxagent.sharding import AXES, DeviceMesh
+from jaxagent.supervised import warmup_optimizer
 from jaxagent.types import Sampling
 from sandbox_client import (
     EmbeddedServer,
@@ -65,7 +69,10 @@ def faults(config: ConfigDict) -> list[str]:
         "lora": lora_spec,
         "learner": LearnerOptions,
         "optimizer": OptimizerOptions,
-        "warmup_optimizer": OptimizerOptions,
+        "warmup_optimizer": warmup_optimizer,
+        "reward": Shaping,
+        "alarms": Alarms,
+        "finetune": FinetuneOptions,
     }
     try:
         builders["env.options"] = envs.find(config.env.name)
@@ -229,6 +236,7 @@ def build(config: ConfigDict, log: Path | None = None, *, with_critic: bool = Tr
         raise ValueError(
             f"warmup.steps={config.warmup.steps}, but the world {config.env.name} has no demonstrations: set it to 0"
         )
+    stream_of(world, config.seed, FeedOptions(**config.feed))  # its complaint comes before the weights are read
     algorithm = choose(**config.algo)
     mesh = DeviceMesh.build(**{axis: config.mesh[axis] for axis in AXES})
     template, decoder = policy_shape(config)
@@ -246,6 +254,12 @@ def build(config: ConfigDict, log: Path | None = None, *, with_critic: bool = Tr
         rollouts = Rollouts(world, agent, sandbox.client, config.seed, RolloutOptions(**config.rollout))
         undo.pop_all()
     return Parts(world, template, decoder, algorithm, learner, critic, engines, rollouts, sandbox)
+
+
+def shaping_of(config: ConfigDict) -> Shaping:
+    """The shaping of a run's rewards; an episode's sampled tokens are bounded by its turns and by its whole row."""
+    limit = min(config.agent.max_tokens, config.agent.max_turns * config.sampling.max_tokens)
+    return Shaping(**config.reward, limit=limit, turns=config.agent.max_turns)
 
 
 def restore_weights(parts: Parts, workdir: Path, keep: int) -> int:

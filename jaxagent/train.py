@@ -21,21 +21,21 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from jaxagent import config as configs
-from jaxagent import finetune
+from jaxagent import supervised
+from jaxagent.alarms import Alarms
 from jaxagent.algos.losses import kl_estimate
 from jaxagent.checkpoint import Checkpoints
 from jaxagent.credit import Credit, assign, counted, credit_metrics, group_metrics, plain_rows, rows_of, sampling_metrics
 from jaxagent.critic import CriticOptions, begin_again
 from jaxagent.data.pack import Batch, fill, pack, unpack
 from jaxagent.data.store import Store, audit
-from jaxagent.data.tasks import TaskStream
-from jaxagent.envs.env import size_of
 from jaxagent.evaluate import evaluate
-from jaxagent.feed import Feed, FeedOptions, has_signal
+from jaxagent.feed import Feed, FeedOptions, has_signal, stream_of
 from jaxagent.learner import OptimizerOptions
 from jaxagent.metrics import Clock, Metrics, peak_bytes, read
-from jaxagent.parts import Parts, build, faults, use_devices
+from jaxagent.parts import Parts, build, faults, shaping_of, use_devices
 from jaxagent.progress import Progress
+from jaxagent.rewards.shaping import components
 from jaxagent.types import Group, Sampling, Trajectory
 from jaxagent.view import report
 from sandbox_client import InfrastructureError, SandboxStartError
@@ -51,7 +51,11 @@ class Broken(Exception):
     """What was sampled cannot be trained on; the run can be resumed."""
 
 
-FAULTS = (Broken, SandboxStartError, InfrastructureError)  # told in a sentence by the command line
+class Alarmed(Exception):
+    """An alarm that `alarms.stop` names was raised; the run has been saved."""
+
+
+FAULTS = (Broken, Alarmed, SandboxStartError, InfrastructureError)  # told in a sentence by the command line
 
 
 class Run:
@@ -64,8 +68,11 @@ class Run:
         self.checkpoints = Checkpoints(workdir / "checkpoints", config.checkpoint.keep)
         self.clock = Clock()
         self.results: dict[str, Any] = {}  # evaluations, as they stand in eval.json
-        tasks = TaskStream(size_of(parts.world, "train"), config.seed)
-        self.feed = Feed(parts.world, tasks, parts.rollouts, Sampling(**config.sampling), FeedOptions(**config.feed))
+        options = FeedOptions(**config.feed)
+        tasks = stream_of(parts.world, config.seed, options)
+        self.feed = Feed(parts.world, tasks, parts.rollouts, Sampling(**config.sampling), options)
+        self.shaping = shaping_of(config)
+        self.alarms = Alarms(**config.alarms, tools=bool(parts.world.tools))
         self.baselines: dict[str, float] = {}  # moving means of the roles' returns, for algorithms that have them
         self.step = 0  # warm-up steps first, then training steps: one axis
         self.stopping = False
@@ -95,13 +102,20 @@ class Run:
         partial.rename(self.workdir / "eval.json")
 
     def done(self, values: dict[str, float]) -> None:
-        """One step is done: write it down, save where it is due, stop where that is asked for."""
+        """One step is done: write it down, tell what is alarming, save where it is due, stop where that is asked for."""
         self.step += 1
         self.metrics.write(self.step, {**values, **self.clock.take()})
-        if self.step % self.config.checkpoint.every == 0 or self.stopping:
+        alarms = self.alarms.look(values)
+        for name, reason in alarms.items():
+            self.progress.say(f"alarm, {name}: at step {self.step} {reason}", style="yellow")
+        fatal = [name for name in alarms if name in self.alarms.stop]
+        if self.step % self.config.checkpoint.every == 0 or self.stopping or fatal:
             self.save()
-        if self.stopping:
+        if self.stopping or fatal:
             self.checkpoints.wait()
+        if fatal:
+            raise Alarmed(f"stopped by the alarm {fatal[0]} (alarms.stop): at step {self.step} {alarms[fatal[0]]}")
+        if self.stopping:
             raise Preempted
 
 
@@ -118,28 +132,27 @@ def main(config: ConfigDict, workdir: str | Path, progress: Progress | None = No
     workdir, progress = Path(workdir), progress or Progress()
     if found := faults(config):
         raise configs.ConfigError(found)
+    if config.finetune.mode:
+        raise configs.ConfigError([f"finetune.mode={config.finetune.mode}: this config is for jaxagent finetune, not train"])
     prepare(config, workdir)
     use_devices(config)
     parts = build(config, workdir / "sandbox.log")
     configs.save(config, workdir / "config.json")  # only now: a config that cannot run leaves its workdir free for another
     try:
-        return story(Run(config, workdir, parts, progress))
+        return story(Run(config, workdir, parts, progress), tell, resume, warm_up, train, finish)
     finally:
         progress.stop()
         parts.close()
 
 
-def story(run: Run) -> int:
+def story(run: Run, *chapters: Callable[[Run], None]) -> int:
     """The whole run from its chapters; SIGTERM ends it at the next step, saved."""
     previous = signal.getsignal(signal.SIGTERM)
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, lambda *_: setattr(run, "stopping", True))
     try:
-        tell(run)
-        resume(run)
-        warm_up(run)
-        train(run)
-        finish(run)
+        for chapter in chapters:
+            chapter(run)
         return EXIT_DONE
     except Preempted:
         run.progress.say(f"saved at step {run.step}; the same command resumes")
@@ -178,7 +191,7 @@ def resume(run: Run) -> None:
     with run.clock.part("compile"):
         learner, warmup = run.parts.learner, run.config.warmup.steps
         for part in filter(None, (learner, run.parts.critic)):
-            part.begin(OptimizerOptions(**run.config.warmup_optimizer), max(warmup, 1))
+            part.begin(supervised.warmup_optimizer(**run.config.warmup_optimizer), max(warmup, 1))
         run.parts.compile()
     run.progress.say(f"compiled in {run.clock.parts['compile']:.1f} s")
     latest = run.checkpoints.latest()
@@ -198,20 +211,30 @@ def resume(run: Run) -> None:
         run.feed.restore(facts["feed"])
         run.baselines, run.results = facts["baselines"], facts["results"]
         run.progress.say(f"resumed at step {run.step}")
-    run.metrics.start(run.step + 1)
+    recall(run)
     run.parts.engines.publish(learner.params, version=max(0, run.step - warmup))
+
+
+def recall(run: Run) -> None:
+    """Takes up the metrics where the run is, and lets the alarms see what they saw."""
+    run.metrics.start(run.step + 1)
+    for record in read(run.metrics.path):
+        run.alarms.look(record)
 
 
 def begin_training(run: Run) -> None:
     """New moments for both, a critic that starts from the policy as it is now, and the policy kept that it is held to."""
     c, learner, critic = run.config, run.parts.learner, run.parts.critic
-    optimizer = OptimizerOptions(**c.optimizer)
-    learner.begin(optimizer, (c.train.steps - (c.critic.warmup_steps if critic else 0)) * c.train.minibatches)
+    optimizer, updates = OptimizerOptions(**c.optimizer), c.train.steps * c.train.minibatches
+    still = c.critic.warmup_steps * c.train.minibatches if critic else 0  # while the critic learns, the policy does not move
+    if c.finetune.mode == "rest_em":  # every round begins anew
+        updates //= c.finetune.rounds
+    learner.begin(optimizer, updates - still)
     if run.parts.algorithm.kl_coef:
         learner.keep_reference()
     if critic:
         begin_again(critic, learner)
-        critic.begin(CriticOptions(**c.critic).optimizer(optimizer), c.train.steps * c.train.minibatches)
+        critic.begin(CriticOptions(**c.critic).optimizer(optimizer), updates)
 
 
 # ====================================================================== warm-up: the format, from a sloppy demonstrator
@@ -220,12 +243,12 @@ def begin_training(run: Run) -> None:
 def warm_up(run: Run) -> None:
     c, parts = run.config, run.parts
     if run.step < c.warmup.steps:
-        dialogues = finetune.demonstrations(parts.world, c.warmup.demos, c.seed)
-        rows = [finetune.supervised_row(parts.template, dialogue, parts.world.tools) for dialogue in dialogues]
+        dialogues = supervised.demonstrations(parts.world, c.warmup.demos, c.seed)
+        rows = [supervised.supervised_row(parts.template, dialogue, parts.world.tools) for dialogue in dialogues]
         run.progress.start("warm-up", run.step)
         while run.step < c.warmup.steps:
             with run.clock.part("sft"):
-                metrics = finetune.supervise(parts.learner, rows, c.warmup.batch, (c.seed, run.step))
+                metrics = supervised.supervise(parts.learner, rows, c.warmup.batch, (c.seed, run.step))
             if run.step + 1 == c.warmup.steps:
                 parts.engines.publish(parts.learner.params, version=0)
                 before(run)
@@ -238,10 +261,10 @@ def warm_up(run: Run) -> None:
 
 
 def before(run: Run) -> None:
-    """What the policy can do before reinforcement: what it will be compared with."""
+    """What the policy can do before it is trained on: what it will be compared with."""
     run.progress.stop()
     run.record("before", score(run, "before", "test", run.config.evaluate.final_tasks))
-    run.progress.say(f"held-out success before reinforcement {run.results['before']['success']:.3f}")
+    run.progress.say(f"held-out success to start from {run.results['before']['success']:.3f}")
 
 
 # ====================================================================== the loop
@@ -255,7 +278,8 @@ def train(run: Run) -> None:
         step = run.step - first
         # Rollouts: every group of this step is sampled from the weights published last.
         with run.clock.part("rollout"):
-            groups, sampled = run.feed.take(mixed=parts.algorithm.select == "mixed")
+            mixed = parts.algorithm.select == "mixed"
+            groups, sampled = run.feed.take(mixed=mixed, shape=shaper(run, step / c.train.steps))
         values = described(run, sampled) | group_metrics(groups, sampled)
         # Gradients: rows without advantage cost nothing.
         with run.clock.part("train"):
@@ -268,8 +292,6 @@ def train(run: Run) -> None:
             table = score(run, f"valid-{step + 1:06d}", "valid", c.evaluate.tasks)
             values |= {"eval/success": table["success"], "eval/turns": table["turns"]}
             values |= {f"eval/success_{name.replace(' ', '_')}": s for name, s in table["by_difficulty"].items()}
-        if values.get("policy/skipped"):
-            run.progress.say(f"step {step + 1}: a gradient was not finite, {values['policy/skipped']:.0f} updates skipped")
         show(run, step + 1, values)
         run.done(values)
 
@@ -347,6 +369,11 @@ def joined(results: Sequence[dict[str, float]]) -> dict[str, float]:
     return {name: joining(name)([result[name] for result in results]) for name in results[0]} if results else {}
 
 
+def shaper(run: Run, progress: float) -> Callable[[Group], None] | None:
+    """What shapes the rewards of this step's groups, if anything does; `progress` is how far the run is."""
+    return (lambda group: run.shaping.apply(group, progress)) if run.shaping.active else None
+
+
 def joining(name: str) -> Callable[[list[float]], float]:
     """How the minibatches' values of a metric become the step's."""
     if name.endswith(("/tokens", "/skipped")):
@@ -384,6 +411,7 @@ def described(run: Run, groups: Sequence[Group]) -> dict[str, float]:
     stats = run.parts.engines.take_stats()
     values = {
         "reward/mean": mean(row.reward for row in once),
+        "reward/outcome": mean(row.outcome for row in once),
         "reward/success": mean(row.solved for row in once),
         "reward/informative_groups": mean(has_signal(group) for group in groups),
         "rollout/turns": len(turns) / len(once),
@@ -392,6 +420,7 @@ def described(run: Run, groups: Sequence[Group]) -> dict[str, float]:
         "rollout/parse_errors": mean(bool(turn.error) for turn in turns),
         "rollout/tool_errors": mean(record.outcome != "ok" for record in tools),
         "rollout/tool_calls": float(len(tools)),
+        "rollout/tools_reached": float(sum(record.outcome not in ("bad_arguments", "unknown_tool") for record in tools)),
         "rollout/tool_latency_s": mean(record.latency_s for record in tools),
         "rollout/broken": 1 - len(good) / len(rows),
         "rollout/retried": mean(row.attempts > 1 for row in rows),
@@ -403,6 +432,7 @@ def described(run: Run, groups: Sequence[Group]) -> dict[str, float]:
         "sandbox/restarts": float(run.parts.sandbox.restarts),
     }
     values |= sampling_metrics(good, run.step - run.config.warmup.steps)
+    values |= {f"reward/{name}": value for name, value in components(good).items()}
     for stop in sorted({row.stop for row in rows}):
         values[f"rollout/stop_{stop}"] = mean(row.stop == stop for row in rows)
     return values
@@ -456,7 +486,8 @@ def finish(run: Run) -> None:
     run.progress.say("what to try next:")
     run.progress.say(f"  {command} eval --workdir={run.workdir} --rollouts=8     pass@8 on held-out tasks")
     run.progress.say(f"  {command} export --workdir={run.workdir} --to=DIR       the policy as a Hugging Face checkpoint")
-    run.progress.say("  the same training with --config.algo.name=rloo --config.seed=1 and another --workdir")
+    if not c.finetune.mode:
+        run.progress.say("  the same training with --config.algo.name=rloo --config.seed=1 and another --workdir")
 
 
 def comparison(results: dict[str, Any]) -> tuple[str, list[str], list[list[str]]]:

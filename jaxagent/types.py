@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any, Protocol, TypeAlias
 
-SUCCESS = 1.0  # the return of an episode that did all it was asked for
+SUCCESS = 1.0  # the outcome of an episode that did all it was asked for
 
 
 class StopReason(StrEnum):
@@ -225,10 +225,20 @@ class Turn:
     text: str = ""
     reward: float = 0.0
     reason: str = ""  # of the reward
-    parts: dict[str, float] = field(default_factory=dict)  # of the reward, by name; what they leave of it is one more
     advantage: float | None = None  # mean of its tokens; None until the group is complete, and for turns that do not count
     error: str = ""  # what was wrong with the turn's syntax
     tools: list[ToolRecord] = field(default_factory=list)
+    outcome: float | None = None  # the part of the reward that says whether the task was done; None where that is all of it
+    parts: dict[str, float] = field(default_factory=dict)  # of the reward, by name; the rest of it is one more, the outcome
+    checks: dict[str, float] = field(default_factory=dict)  # scores that nothing is trained on
+
+    def earn(self, reward: float) -> None:
+        """Adds what the turn brought in later, as at the end of a game; it counts as outcome."""
+        self.reward += reward
+        if self.outcome is not None:
+            self.outcome += reward
+        if "outcome" in self.parts:
+            self.parts["outcome"] += reward
 
 
 @dataclass
@@ -242,6 +252,7 @@ class Trajectory:
     role: str = "agent"
     segment: int = 0  # counts the rows of one rollout and role, where its conversation was begun anew
     elsewhere: float = 0.0  # rewards of the turns in its other segments, once the episode has ended
+    outcome_elsewhere: float | None = None  # their outcomes; None where those are all of their rewards
     tokens: list[int] = field(default_factory=list)
     mask: list[bool] = field(default_factory=list)
     logprob: list[float] = field(default_factory=list)
@@ -262,9 +273,15 @@ class Trajectory:
         return sum(turn.reward for turn in self.turns) + self.elsewhere
 
     @property
+    def outcome(self) -> float:
+        """The return without what shaping added to it."""
+        own = sum(turn.reward if turn.outcome is None else turn.outcome for turn in self.turns)
+        return own + (self.elsewhere if self.outcome_elsewhere is None else self.outcome_elsewhere)
+
+    @property
     def solved(self) -> bool:
-        """Whether the episode counts and its return reached SUCCESS."""
-        return self.stop.counts and self.reward >= SUCCESS
+        """Whether the episode counts and its outcome reached SUCCESS."""
+        return self.stop.counts and self.outcome >= SUCCESS
 
     def feed(self, ids: list[int]) -> None:
         """Appends tokens that the policy did not sample."""

@@ -49,6 +49,8 @@ _CURVES = (
     "policy/grad_norm",
     "engine/tokens_per_s",
     "sft/nll",
+    "dpo/loss",
+    "dpo/margin",
 )
 
 Item = dict[str, Any]  # a trajectory as the page reads it

@@ -17,13 +17,13 @@ STORIES = ("jaxagent.train", "jaxagent.finetune")
 
 # Every module of jaxagent, from the ground up: an import goes to a lower floor, or stays on its own without a circle.
 FLOORS = (
-    "types metrics progress config sharding compiled algos",
+    "types metrics alarms progress config sharding compiled algos",
     "rewards tools chat data view models checkpoint objective",
-    "credit envs engine learner critic",
+    "credit selection envs engine learner critic",
     "agent",
     "rollout",
     "feed serve",
-    "parts evaluate policy",
+    "parts evaluate policy supervised",
     "train finetune",
     "__main__",
 )

@@ -360,3 +360,19 @@ def test_what_the_world_raises_is_passed_on_and_the_sampler_is_let_go() -> None:
         asyncio.run(agent.play(Broken([user("q")]), TASK, rows, (1, 2), Sampling()))
     assert (rows[0].waiting, audit(rows[0])) == ("environment", "")
     assert sampler.released == ["group#0.1/agent"]
+
+
+@pytest.mark.parametrize(
+    ("parts", "outcome"), [({}, None), ({"style": 0.25}, 1.0), ({"outcome": 0.5, "style": 0.25, "speed": 0.5}, 0.5)]
+)
+def test_the_outcome_of_a_turn_is_the_part_of_that_name_or_what_the_parts_leave(
+    parts: dict[str, float], outcome: float | None
+) -> None:
+    class Paying(Lone):
+        async def step(self, action: Message) -> Step:
+            return Step(reward=1.25, parts=parts, checks={"other": 0.5}, terminated=True, answered=True)
+
+    (row,) = asyncio.run(episode(Paying(), TASK, script(PLAIN, Message("assistant", "a"))))
+    assert (row.turns[0].outcome, row.turns[0].parts, row.turns[0].checks) == (outcome, parts, {"other": 0.5})
+    assert row.outcome == (1.25 if outcome is None else outcome)
+    assert row.solved == (row.outcome >= 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from scripted import ScriptedSampler
@@ -13,8 +13,8 @@ from toys import Parity
 
 from jaxagent.agent import Agent, Limits
 from jaxagent.chat.plain import PlainTemplate
-from jaxagent.data.tasks import TaskStream
-from jaxagent.feed import Feed, FeedOptions, has_signal
+from jaxagent.data.tasks import TaskStream, ValueStream
+from jaxagent.feed import Feed, FeedOptions, has_signal, stream_of
 from jaxagent.rollout import RolloutOptions, Rollouts
 from jaxagent.types import Group, Message, SampleRequest, Sampling, StopReason, Trajectory, Turn
 
@@ -144,3 +144,43 @@ def test_the_segments_of_a_rollout_are_no_difference_between_rollouts() -> None:
 def test_options_that_cannot_work_are_refused(options: dict[str, int]) -> None:
     with pytest.raises(ValueError, match=rf"feed\.{next(iter(options))} must be"):
         FeedOptions(**options)
+
+
+def test_rewards_are_shaped_before_it_is_asked_whether_they_differ() -> None:
+    def shape(group: Group) -> None:
+        for row in group.trajectories:
+            row.turns[-1].reward += row.rollout  # even tasks, whose rewards were equal, now differ
+
+    with feeding(prompts=4, rollouts=3, max_rounds=1) as feed:
+        kept, sampled = feed.take(mixed=True, shape=shape)
+    assert any(group.trajectories[0].seed % 2 == 0 for group in kept)
+    assert all(row.reward >= row.rollout for group in sampled for row in group.trajectories if row.stop.counts)
+
+
+class Finite(Parity):
+    sizes: ClassVar[dict[str, int]] = {"train": 12}
+
+
+def test_a_feed_tells_a_stream_by_value_how_its_tasks_went_and_both_go_on_from_their_state() -> None:
+    options = FeedOptions(prompts=4, rollouts=2, max_repeats=3)
+    with feeding(prompts=4, rollouts=2, max_repeats=3) as feed:
+        feed.tasks = stream_of(Finite(), 0, options)
+        feed.take(mixed=False)
+        state = json.loads(json.dumps(feed.state()))
+        stream = feed.tasks
+        assert isinstance(stream, ValueStream)
+        assert stream.played.sum() == 2 * sum(stream.played > 0)
+        assert all(stream.solved[i] == (i % 2) for i in range(12) if stream.played[i])  # of odd tasks the second rollout
+        wanted = names(feed.take(mixed=False)[0])
+    with feeding(prompts=4, rollouts=2, max_repeats=3) as resumed:
+        resumed.tasks = stream_of(Finite(), 0, options)
+        resumed.restore(state)
+        assert names(resumed.take(mixed=False)[0]) == wanted
+
+
+def test_tasks_of_a_world_without_end_cannot_be_drawn_by_value() -> None:
+    assert isinstance(stream_of(Parity(), 0, FeedOptions()), TaskStream)
+    with pytest.raises(ValueError, match=r"feed\.max_repeats=2 .* this world makes a new task every time"):
+        stream_of(Parity(), 0, FeedOptions(max_repeats=2))
+    with pytest.raises(ValueError, match=r"feed\.max_repeats must be at least 0"):
+        FeedOptions(max_repeats=-1)

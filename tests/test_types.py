@@ -76,6 +76,26 @@ def test_the_return_is_the_sum_of_the_turns_rewards() -> None:
     assert Trajectory("t", 0, "g", 0).reward == 0
 
 
+def test_success_is_measured_by_the_outcome_and_not_by_what_shaping_adds() -> None:
+    row = played()
+    row.turns[1].reward, row.turns[1].outcome, row.turns[1].parts = 1.25, 0.25, {"outcome": 0.25, "bonus": 1.0}
+    assert row.turns[0].outcome is None
+    assert row.outcome == row.turns[0].reward + 0.25
+    assert row.reward >= 1
+    assert not row.solved
+    row.turns[1].earn(1.0)
+    assert (row.turns[1].reward, row.turns[1].parts) == (2.25, {"outcome": 1.25, "bonus": 1.0})
+    assert row.solved
+
+
+def test_the_other_segments_of_a_rollout_have_their_part_in_its_outcome() -> None:
+    row = played()
+    row.elsewhere = 1.0
+    assert row.outcome == row.reward == 1.75
+    row.outcome_elsewhere = 0.5
+    assert (row.outcome, row.reward) == (1.25, 1.75)
+
+
 def test_a_row_keeps_its_own_copy_of_what_the_sampler_was_fed() -> None:
     fed = [1]
     row = Trajectory("t", 0, "g", 0)
@@ -108,6 +128,9 @@ turns = st.builds(
     st.none() | numbers,
     texts,
     st.lists(records, max_size=2),
+    st.none() | numbers,
+    st.dictionaries(texts, numbers, max_size=2),
+    st.dictionaries(texts, numbers, max_size=2),
 )
 trajectories = st.builds(
     Trajectory,

@@ -84,6 +84,26 @@ def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int
     return bins
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where a row went: micro-batch, packed row, and the span of its tokens there."""
+
+    batch: int
+    m: int
+    span: slice
+
+
+def places(lengths: Sequence[int], *, batch_rows: int, row_tokens: int) -> list[Place]:
+    """Where `pack` puts rows of these lengths."""
+    found: dict[int, Place] = {}
+    for number, members in enumerate(first_fit_decreasing(lengths, row_tokens)):
+        at = 0
+        for i in members:
+            found[i] = Place(*divmod(number, batch_rows), slice(at, at + lengths[i]))
+            at += lengths[i]
+    return [found[i] for i in range(len(lengths))]
+
+
 def pack(rows: Sequence[Row], *, batch_rows: int, row_tokens: int) -> list[Batch]:
     """Micro-batches of `batch_rows` packed rows of `row_tokens` tokens; the last one is filled up with padding."""
     bins = first_fit_decreasing([len(row.tokens) for row in rows], row_tokens)

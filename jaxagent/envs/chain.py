@@ -2,7 +2,8 @@
 
 The task `37ABA` asks for A[B[A[37]]]. Tools A and B turn a two-digit key into a two-digit value; the tables are drawn anew
 for every task, so nothing can be memorised and a blind guess is right once in a hundred. A call fails with `flaky`
-probability and says `!!`; the agent has to notice and repeat it. The answer is the final value.
+probability and says `!!`; the agent has to notice and repeat it. The answer is the final value. `looked_up`,
+which is never trained on, is 1 where a right answer was read from a tool and 0 where it was guessed.
 """
 
 from __future__ import annotations
@@ -134,7 +135,9 @@ class ChainEpisode:
         if not action.calls:
             right = action.content == self.gold
             reason = "right answer" if right else f"answered {action.content!r}, right was {self.gold!r}"
-            return Step(reward=float(right), reason=reason, terminated=True, answered=True)
+            looked_up = float(right and any(entry.endswith(f"={self.gold}") for entry in self.history))
+            checks = {"looked_up": looked_up}
+            return Step(reward=float(right), reason=reason, terminated=True, answered=True, checks=checks)
         if self.session is None:
             self.session = await self.sandbox.open_session(self.name, self.world.functions, self.options)
         return self._observe([await self._look_up(call) for call in action.calls])

@@ -26,7 +26,10 @@ class Step:
     Args:
         messages: the observation; on reset the whole beginning of the dialogue.
         reward: the increment for the action just taken, and `reason` why.
-        parts: of the reward by name, for algorithms that compare them separately; what they leave of it is one more.
+        parts: of the reward, by name, where it is more than an outcome; algorithms may compare them separately. The part
+            "outcome", or else what the parts leave of the reward, says whether the task was done: success is measured by it.
+        checks: scores of the same action by other scorers, which nothing is trained on: their distance from the outcome says
+            whether the reward is being gamed.
         terminated: the episode is over; `answered` where the policy's final answer ended it.
         truncated: the world broke; `error` says how.
         state: key of the state that the next action is taken in, for anchor-state credit.
@@ -47,6 +50,7 @@ class Step:
     rewards: dict[str, float] = field(default_factory=dict)
     tools: list[ToolRecord] = field(default_factory=list)
     parts: dict[str, float] = field(default_factory=dict)
+    checks: dict[str, float] = field(default_factory=dict)
 
 
 class Env(Protocol):

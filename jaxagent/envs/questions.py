@@ -13,12 +13,17 @@ from typing import Any
 
 from jaxagent.data.tasks import read_jsonl
 from jaxagent.envs.env import Env, Step, Task
-from jaxagent.rewards.match import exact_match, last_number
+from jaxagent.rewards.match import calibrated_match, exact_match, last_number, tagged_match
 from jaxagent.tools import Tool, ToolFailed, dispatch
 from jaxagent.types import Message, ToolSpec
 from sandbox_client import Outcome
 
-REWARDS: dict[str, Callable[[str, str], tuple[float, str]]] = {"exact_match": exact_match, "last_number": last_number}
+REWARDS: dict[str, Callable[[str, str], tuple[Any, str]]] = {
+    "exact_match": exact_match,
+    "last_number": last_number,
+    "tagged_match": tagged_match,
+    "calibrated_match": calibrated_match,
+}
 PYTHON = ToolSpec(
     "python",
     "Runs Python and returns what it prints and the value of its last expression. Names stay defined between calls.",
@@ -35,7 +40,8 @@ class Questions:
         path: task file to train on.
         test_path: task file to test on; without one, two tenths of `path` are held out, one to validate and one to test.
         python: whether the policy has the Python tool.
-        reward: `exact_match` or `last_number`, see rewards/match.py.
+        reward: `exact_match`, `last_number`, `tagged_match` or `calibrated_match`, see rewards/match.py.
+        check: another of these that is reported beside the outcome and never trained on; empty for none.
         system: the system message; empty for none.
         tool_timeout_s: of one program.
     """
@@ -50,10 +56,15 @@ class Questions:
         reward: str = "exact_match",
         system: str = "",
         tool_timeout_s: float = 10.0,
+        check: str = "",
     ):
-        if reward not in REWARDS:
-            raise ValueError(f"env.options.reward must be one of {', '.join(REWARDS)}; got {reward!r}")
+        for name, chosen in (("reward", reward), ("check", check)):
+            if chosen not in REWARDS and (chosen or name == "reward"):
+                raise ValueError(f"env.options.{name} must be one of {', '.join(REWARDS)}; got {chosen!r}")
+        if check == reward:
+            raise ValueError(f"env.options.check={check}: the scorer that is trained on cannot check itself; choose another")
         self.reward, self.system, self.tool_timeout_s = REWARDS[reward], system, tool_timeout_s
+        self.check, self.check_name = REWARDS.get(check), check
         self.runs_code = python
         self.tools = (PYTHON,) if python else ()
         splits = ("train", "valid") if test_path else ("train", "valid", "test")
@@ -64,10 +75,11 @@ class Questions:
             self.tasks["test"] = _read(test_path)
         if empty := [split for split, records in self.tasks.items() if not records]:
             raise ValueError(f"{path}: too few tasks, none is left for {' and '.join(empty)}; some dozens are wanted")
-        if reward == "last_number" and (
+        if "last_number" in (reward, check) and (
             words := [r["answer"] for t in self.tasks.values() for r in t if not _number(r["answer"])]
         ):
-            raise ValueError(f"{path}: env.options.reward=last_number needs numbers as answers, got {words[0]!r}")
+            key = "reward" if reward == "last_number" else "check"
+            raise ValueError(f"{path}: env.options.{key}=last_number needs numbers as answers, got {words[0]!r}")
         self.sizes = {split: len(records) for split, records in self.tasks.items()}
 
     def task(self, split: str, index: int) -> Task:
@@ -114,10 +126,19 @@ class QuestionEpisode:
         if action.error:
             return Step([Message("tool", f"error: {action.error}")])
         if not action.calls:
-            reward, reason = self.world.reward(action.content, self.right)
-            return Step(reward=reward, reason=reason, terminated=True, answered=True)
+            return self._score(action.content)
         records = [await dispatch(self.tools, call) for call in action.calls]
         return Step([Message("tool", record.result, name=record.name) for record in records], tools=records)
+
+    def _score(self, answer: str) -> Step:
+        """The end of the episode: the policy's last turn is scored, and nothing that it or its programs wrote before."""
+        score, reason = self.world.reward(answer, self.right)
+        parts = score if isinstance(score, dict) else {}
+        step = Step(reward=sum(parts.values()) if parts else score, reason=reason, parts=parts, terminated=True, answered=True)
+        if self.world.check:
+            checked, _ = self.world.check(answer, self.right)
+            step.checks[self.world.check_name] = checked["outcome"] if isinstance(checked, dict) else checked
+        return step
 
     async def _python(self, code: str) -> str:
         if self.session is None:

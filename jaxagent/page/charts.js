@@ -224,6 +224,9 @@ function drawCurves() {
         label: visible(key.slice(13).replaceAll("_", " ")),
       })),
     },
+    one("Imitation loss, nats per token", "sft/nll"),
+    one("Preference loss, nats per pair", "dpo/loss"),
+    one("Preference margin", "dpo/margin"),
     one("Warm-up loss, nats per token", "sft/nll", { axis: "warm" }),
   ];
   const cards = specs.map(chart).filter(Boolean);

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import re
 import string
 
+CALIBRATION = 0.2  # of an outcome, at most lost by a wrong confidence
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
+_TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+_CONFIDENCE = re.compile(r"\bconfidence:\s*([0-9]*\.?[0-9]+)\s*$", re.IGNORECASE)
 
 
 def normalise(text: str) -> str:
@@ -34,3 +38,34 @@ def last_number(answer: str, right: str) -> tuple[float, str]:
     if value == float(right.replace(",", "")):
         return 1.0, "right number"
     return 0.0, f"last number was {found[-1]}, right was {right}"
+
+
+def tagged_match(answer: str, right: str) -> tuple[float, str]:
+    """1 if the text in the last `<answer>...</answer>` equals the right one, after `normalise` (Search-R1, arXiv:2503.09516).
+
+    `answer` is what the policy wrote in its last turn and nothing else. Search-R1's code scores prompt and answer together
+    and wants at least two tags, because its prompt shows one as an example; here an example cannot be mistaken for an answer.
+    """
+    found = _TAGGED.findall(answer)
+    if not found:
+        return 0.0, f"no <answer>...</answer> in {answer!r}, right was {right!r}"
+    return exact_match(found[-1], right)
+
+
+def calibrated_match(answer: str, right: str) -> tuple[dict[str, float], str]:
+    """The outcome of `exact_match` before `confidence: q`, and as a part of its own CALIBRATION times -(q - outcome)^2.
+
+    The Brier score is proper: the stated q that pays best is the true chance of being right. The part is small, so that no
+    confidence makes a wrong answer worth a right one. An answer that states no confidence in [0, 1] loses the most.
+    """
+    found = _CONFIDENCE.search(answer)
+    outcome, why = exact_match(answer[: found.start()] if found else answer, right)
+    q = float(found[1]) if found else math.nan
+    score = brier(q, outcome) if 0 <= q <= 1 else -1.0
+    said = f"confidence {q:g}" if 0 <= q <= 1 else "no confidence stated"
+    return {"outcome": outcome, "calibration": CALIBRATION * score}, f"{why}; {said}"
+
+
+def brier(confidence: float, outcome: float) -> float:
+    """-(q - y)^2 (Brier 1950), in [-1, 0]: the higher the better."""
+    return -((confidence - outcome) ** 2)

@@ -8,7 +8,7 @@ from drawn import drawn
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxagent.data.pack import Batch, Row, fill, first_fit_decreasing, pack
+from jaxagent.data.pack import Batch, Row, fill, first_fit_decreasing, pack, places
 
 
 def row(first: int, length: int, sampled_from: int = 1) -> Row:
@@ -117,3 +117,12 @@ def test_recorded_experts_lie_beside_their_tokens_and_the_rest_is_left_to_the_ro
     np.testing.assert_array_equal(batch.routing[0, :2], routing)
     assert (batch.routing[0, 2:] == -1).all()
     assert "routing" not in pack([row(0, 3)], batch_rows=1, row_tokens=6)[0].arrays()
+
+
+@drawn
+@given(st.lists(st.integers(1, 12), max_size=30), st.integers(1, 3))
+def test_places_are_where_rows_are_packed(lengths: list[int], batch_rows: int) -> None:
+    rows = [row(100 * (i + 1), length) for i, length in enumerate(lengths)]
+    batches = pack(rows, batch_rows=batch_rows, row_tokens=12)
+    for made, place in zip(rows, places(lengths, batch_rows=batch_rows, row_tokens=12), strict=True):
+        assert batches[place.batch].tokens[place.m, place.span].tolist() == list(made.tokens)

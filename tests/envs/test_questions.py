@@ -122,7 +122,7 @@ def test_a_given_sandbox_that_runs_no_programs_is_refused(sums: str, tmp_path: P
 
 
 def test_an_unknown_reward_is_told(sums: str) -> None:
-    with pytest.raises(ValueError, match="must be one of exact_match, last_number; got 'luck'"):
+    with pytest.raises(ValueError, match="must be one of exact_match, last_number, tagged_match, calibrated_match; got 'luck'"):
         Questions(sums, reward="luck")
 
 

@@ -1,0 +1,136 @@
+"""Alarms: each is raised by what it is for, by nothing else, and once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from jaxagent.alarms import NAMES, NO_TOOL, WINDOW, Alarms
+
+WELL = {
+    "policy/kl": 0.01,
+    "policy/skipped": 0.0,
+    "rollout/entropy": 1.0,
+    "rollout/parse_errors": 0.05,
+    "rollout/tools_reached": 40.0,
+    "reward/informative_groups": 0.5,
+    "reward/outcome": 0.4,
+    "reward/gap_looked_up": 0.02,
+}
+
+
+def raised(alarms: Alarms, steps: int, **changes: float | None) -> list[str]:
+    """The names of the alarms of some equal steps; `policy__kl` stands for `policy/kl`."""
+    values = {**WELL, **{name.replace("__", "/"): value for name, value in changes.items()}}
+    return [name for _ in range(steps) for name in alarms.look(values)]
+
+
+def test_a_run_that_goes_well_raises_none() -> None:
+    alarms = Alarms()
+    for step in range(60):
+        assert raised(alarms, 1, reward__outcome=0.4 + step / 100, rollout__entropy=1 - step / 100) == []
+        if step % 20 == 19:
+            assert raised(alarms, 1, eval__success=0.3 + step / 100) == []
+
+
+def test_a_large_step_is_told_at_once_and_again_only_after_it_has_ended() -> None:
+    alarms = Alarms({"kl": 0.1})
+    assert raised(alarms, 1, policy__kl=0.1) == []
+    assert raised(alarms, 3, policy__kl=0.11) == ["kl"]
+    assert raised(alarms, 1) == []
+    assert raised(alarms, 1, policy__kl=0.2) == ["kl"]
+    assert "a KL of 0.3 in one step (the limit is 0.1)" in Alarms().look({"policy/kl": 0.3})["kl"]
+
+
+def test_entropy_is_measured_against_the_first_step() -> None:
+    alarms = Alarms({"entropy": 0.05})
+    assert raised(alarms, 1, rollout__entropy=2.0) == []
+    assert raised(alarms, 1, rollout__entropy=0.11) == []
+    assert raised(alarms, 1, rollout__entropy=0.09) == ["entropy"]
+
+
+def test_groups_without_variance_are_told_after_a_window_of_them() -> None:
+    alarms = Alarms({"zero_variance": 0.9})
+    assert raised(alarms, WINDOW - 1, reward__informative_groups=0.05) == []
+    assert raised(alarms, 1, reward__informative_groups=0.05) == ["zero_variance"]
+    assert raised(alarms, 1, reward__informative_groups=0.9) == []
+
+
+def test_parse_errors_that_rise_are_told_and_those_that_were_always_there_are_not() -> None:
+    alarms = Alarms()
+    assert raised(alarms, 20, rollout__parse_errors=0.6) == []
+    assert raised(alarms, 20, rollout__parse_errors=0.1) == []
+    assert raised(alarms, WINDOW, rollout__parse_errors=0.25) == ["parse_errors"]
+
+
+def test_held_out_success_that_falls_while_the_outcome_in_training_rises_is_told() -> None:
+    alarms = Alarms()
+    raised(alarms, WINDOW, reward__outcome=0.5)
+    assert raised(alarms, 1, eval__success=0.6, reward__outcome=0.5) == []
+    assert raised(alarms, WINDOW, reward__outcome=0.8) == []
+    assert raised(alarms, 1, eval__success=0.45, reward__outcome=0.8) == ["held_out"]
+
+
+def test_held_out_success_that_falls_with_the_outcome_in_training_is_not_a_gamed_reward() -> None:
+    alarms = Alarms()
+    raised(alarms, WINDOW, reward__outcome=0.5)
+    raised(alarms, 1, eval__success=0.6, reward__outcome=0.5)
+    raised(alarms, WINDOW, reward__outcome=0.2)
+    assert raised(alarms, 1, eval__success=0.2, reward__outcome=0.2) == []
+
+
+def test_a_gap_to_a_scorer_that_is_not_trained_on_is_told_when_it_grows() -> None:
+    alarms = Alarms()
+    assert raised(alarms, 10, reward__gap_looked_up=0.3) == []
+    assert raised(alarms, WINDOW, reward__gap_looked_up=0.45) == ["gap"]
+
+
+def test_a_run_whose_policy_never_reaches_a_tool_stops_by_itself() -> None:
+    alarms = Alarms()
+    assert "tools" in alarms.stop
+    assert raised(alarms, NO_TOOL - 1, rollout__tools_reached=0.0) == []
+    assert raised(alarms, 1, rollout__tools_reached=0.0) == ["tools"]
+    assert raised(Alarms(), NO_TOOL, rollout__tools_reached=0.1) == []
+    assert raised(Alarms(tools=False), 2 * NO_TOOL, rollout__tools_reached=0.0) == []
+
+
+def test_a_gradient_that_is_not_finite_is_told() -> None:
+    assert "a gradient was not finite, 2 updates skipped" in Alarms().look({"policy/skipped": 2.0})["gradient"]
+
+
+def test_numbers_that_are_missing_or_none_raise_nothing() -> None:
+    """As in metrics.jsonl, from which a resumed run learns what was seen."""
+    alarms = Alarms()
+    for _ in range(20):
+        assert alarms.look(dict.fromkeys(WELL)) == {}
+        assert alarms.look({"step": 3, "sft/nll": 0.1}) == {}
+
+
+def test_alarms_that_were_shown_the_same_steps_say_the_same_next() -> None:
+    steps: list[dict[str, Any]] = [{**WELL, "rollout/parse_errors": 0.02 * i, "eval/success": 1 - 0.02 * i} for i in range(30)]
+    one = Alarms()
+    told = [one.look(values) for values in steps]
+    other = Alarms()
+    for values in steps[:17]:
+        other.look(values)
+    assert [other.look(values) for values in steps[17:]] == told[17:]
+    assert any(told[17:]) or any(told[:17])
+
+
+@pytest.mark.parametrize(("stop", "wanted"), [("", set()), ("kl, entropy", {"kl", "entropy"}), ("all", set(NAMES))])
+def test_the_alarms_that_stop_a_run_are_named(stop: str, wanted: set[str]) -> None:
+    assert Alarms(stop=stop).stop == wanted
+
+
+@pytest.mark.parametrize(
+    ("options", "fault"),
+    [
+        ({"stop": "kl,entropi"}, "alarms.stop must name some of kl, entropy, .* got 'entropi'"),
+        ({"limits": {"kl": 0.0}}, "alarms.limits must be positive, got kl=0.0"),
+        ({"limits": {"entropi": 1.0}}, "alarms.limits must be of kl, entropy, zero_variance; got 'entropi'"),
+    ],
+)
+def test_options_that_cannot_be_meant_are_refused(options: dict[str, Any], fault: str) -> None:
+    with pytest.raises(ValueError, match=fault):
+        Alarms(**options)
