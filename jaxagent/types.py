@@ -140,7 +140,7 @@ class Sampling:
     stop_sequences: tuple[tuple[int, ...], ...] = ()  # tokens in a row that end the turn and belong to it
     stop_strings: tuple[str, ...] = ()  # a turn ends with the token that completes one
     constraint: Constraint | None = None
-    top_logprobs: int = 0  # that many likeliest tokens are reported with every sampled one
+    top_logprobs: int = 0  # that many likeliest tokens are told with every sampled one; of temperature 1 where greedy
     prompt_logprobs: bool = (
         False  # log p of every fed token, under softmax(logits / temperature); of temperature 1 where greedy
     )
