@@ -15,6 +15,11 @@ class Token:
         self._generation = 0
         self._turn = asyncio.Lock()
 
+    @property
+    def known(self) -> str | None:
+        """The token where it is fixed."""
+        return self._value if self._provider is None else None
+
     async def get(self, stale: int = -1) -> tuple[str, int]:
         """Returns the token and its generation, a fresh one where generation `stale` is still the newest.
 

@@ -9,6 +9,7 @@ import enum
 import importlib
 import io
 import re
+import time
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -106,34 +107,41 @@ class AiohttpTransport:
         self._keep_s = wire.CLIENT_KEEP_ALIVE_S
         self._in_use: dict[Any, int] = {}  # sessions of earlier keep-alive times live until their last exchange ends
         self._sockets: set[Any] = set()
+        self._sending = self._warm = 0  # exchanges under way, and as many as there are connections for
+        self._peaked = 0.0
         self._session = self._open()
 
     def _open(self) -> Any:
         aiohttp = self._aiohttp
-        pace = aiohttp.TraceConfig()
-        pace.on_connection_create_start.append(self._pace)
         session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=self._max_connections, keepalive_timeout=self._keep_s),
             timeout=aiohttp.ClientTimeout(total=None),
             cookie_jar=aiohttp.DummyCookieJar(),
             skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
             auto_decompress=False,  # what is compressed is expanded here, under a limit
-            trace_configs=[pace],
         )
         self._in_use[session] = 0
         return session
 
-    async def _pace(self, *_: Any) -> None:
-        await self._pacer.wait()
+    async def _pace(self) -> None:
+        """Waits where one more exchange than lately must mean one more connection; aiohttp's own hook costs every call."""
+        now = time.monotonic()
+        if now - self._peaked > self._keep_s:
+            self._warm = self._sending - 1  # those that were idle for so long are closed
+        if self._sending > self._warm:
+            self._warm, self._peaked = self._sending, now
+            await self._pacer.wait()
 
     async def send(self, request: Request, url: str, headers: dict[str, str], timeout_s: float) -> Reply:
         aiohttp, session = self._aiohttp, self._session
         self._in_use[session] += 1
+        self._sending += 1
         parts = _Bounded(request.max_bytes)
         life_s = request.life_s
         limit_s = timeout_s if life_s is None else min(life_s, timeout_s)
         reply: Any = None
         try:
+            await self._pace()
             async with (
                 asyncio.timeout(limit_s),
                 session.request(
@@ -153,14 +161,18 @@ class AiohttpTransport:
                 self._heed(reply.headers.get("Keep-Alive", ""))
                 return Reply(reply.status, reply.headers, parts.whole())
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+            self._warm -= 1
             raise NotSent(str(error)) from None
         except TimeoutError:
+            self._warm -= 1
             if reply is not None and life_s is not None and life_s <= timeout_s:
                 return Reply(reply.status, reply.headers, bytes(parts.data), cut=True)
             raise ReplyLost(f"no reply within {limit_s:.3g} s") from None
         except (aiohttp.ClientError, OSError, ValueError) as error:
+            self._warm -= 1
             raise ReplyLost(f"{type(error).__name__}: {error}") from None
         finally:
+            self._sending -= 1
             await self._leave(session)
 
     async def _leave(self, session: Any) -> None:

@@ -5,6 +5,7 @@ import contextlib
 import gzip
 import json
 import random
+import time
 import zlib
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -80,7 +81,7 @@ class FaultServer:
         self.codes: dict[str, str] = {}  # by key, the program that was run under it
         self.requests = 0
         self.opened: list[str] = []
-        self.accepted = 0
+        self.accepted_at: list[float] = []
         self.token = token
         self.deadlines_ms: list[int] = []
         self.gone = asyncio.Event()  # a client has closed a connection
@@ -89,6 +90,10 @@ class FaultServer:
         self._wire = ["x-sandbox-wire: 1"] if announces_memory else []
         self._connections: set[asyncio.StreamWriter] = set()
         self._tasks: set[asyncio.Task[Any]] = set()
+
+    @property
+    def accepted(self) -> int:
+        return len(self.accepted_at)
 
     @property
     def live(self) -> int:
@@ -115,7 +120,7 @@ class FaultServer:
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._connections.add(writer)
-        self.accepted += 1
+        self.accepted_at.append(time.monotonic())
         task = asyncio.current_task()
         assert task is not None
         self._tasks.add(task)

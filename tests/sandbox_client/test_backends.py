@@ -227,6 +227,17 @@ def test_after_a_reply_that_did_not_come_the_socket_is_dropped_for_a_late_one_wo
     ask("openenv", questions)
 
 
+def test_an_environment_that_raises_is_nobody_s_reward() -> None:
+    async def questions(world: World) -> None:
+        assert world.session is not None
+        for question in (world.session.call("step", {"code": "boom"}), world.session.exec("boom")):
+            with pytest.raises(Unknown, match="disk full"):
+                await question
+        assert (await world.session.exec("print(1)")).stdout == "1\n"  # the socket was answered, and is kept
+
+    ask("openenv", questions)
+
+
 def test_a_server_with_all_its_environments_taken_is_overloaded() -> None:
     async def run() -> None:
         with tempfile.TemporaryDirectory() as place:

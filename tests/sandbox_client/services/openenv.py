@@ -42,6 +42,8 @@ def app(machine: Machine, capacity: int = 8) -> web.Application:
                     await response.send_json(
                         {"type": "error", "data": {"message": "code: missing", "code": "VALIDATION_ERROR"}}
                     )
+                elif head["data"]["code"] == "boom":
+                    await response.send_json({"type": "error", "data": {"message": "disk full", "code": "EXECUTION_ERROR"}})
                 elif head["data"]["code"] == "hang":
                     continue
                 else:
