@@ -1,6 +1,7 @@
 """What the server decides before it serves: which level is enough, whether code runs at all, and with which pools."""
 
 import argparse
+import asyncio
 import contextlib
 import ipaddress
 import os
@@ -67,8 +68,7 @@ def _missing(level: str, root: bool) -> tuple[str, ...]:
 async def _start_others(pools: Pools) -> None:
     """Starts the zygotes that import more. Raises StartError, with every zygote ended, when one cannot."""
     try:
-        for pool in pools.all[1:]:
-            problem = await pool.start()
+        for problem in await asyncio.gather(*(pool.start() for pool in pools.all[1:])):
             if problem:
                 raise StartError(str(problem.get("fatal") or problem.get("reason")))
     except StartError:

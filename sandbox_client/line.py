@@ -48,6 +48,7 @@ class Child:
         self.ended: asyncio.Future[None] = self._loop.create_future()
         self.adopted: asyncio.Future[None] = self._loop.create_future()  # of a copy: it has its own files
         self.stem: Child | None = None
+        self.copying = asyncio.Lock()  # it copies itself once at a time; what follows for a copy takes place beside the next
         self._copies = 0
         self._retired = False
         self._loop.add_reader(line.fileno(), self._readable)

@@ -176,7 +176,10 @@ class Pool:
         child: Child | None = None
         try:
             try:
-                reply, _ = await stem.ask(frames.BRANCH, b"{}", _START_S, descriptors=(theirs.fileno(), out_theirs, err_theirs))
+                async with stem.copying:
+                    reply, _ = await stem.ask(
+                        frames.BRANCH, b"{}", _START_S, descriptors=(theirs.fileno(), out_theirs, err_theirs)
+                    )
             finally:
                 theirs.close()
                 os.close(out_theirs)
@@ -189,7 +192,9 @@ class Pool:
             child.stem = stem
             stem.count_copy(1)
             self._order(frames.REQUEST.pack(frames.ADOPT, number, stem.number, pid))
-            await asyncio.wait([child.adopted, child.ended], return_when=asyncio.FIRST_COMPLETED)
+            known, _ = await asyncio.wait([child.adopted, child.ended], timeout=_START_S, return_when=asyncio.FIRST_COMPLETED)
+            if not known:
+                raise ChildDied("copy", None, False)
             ready = child.listen(_START_S)
             ours.send(b"\1")
             if (await ready)[0] != frames.READY:

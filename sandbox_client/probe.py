@@ -61,8 +61,8 @@ def _bait(pool: Pool) -> Iterator[dict[str, Any]]:
         line = stack.enter_context(socket.socket(socket.AF_UNIX))
         line.bind(abstract)
         line.listen()
-        os.environ["SANDBOX_CANARY"] = canary
-        stack.callback(os.environ.pop, "SANDBOX_CANARY")
+        os.environ[f"CANARY_{canary}"] = canary
+        stack.callback(os.environ.pop, f"CANARY_{canary}")
         limits = pool.limits
         yield {
             "secret": str(secret),
@@ -126,13 +126,19 @@ async def _attack_all(pool: Pool, attacks: Sequence[Attack]) -> list[tuple[Attac
 async def run_attacks(pool: Pool, make_pool: MakePool, *, starting: bool) -> list[tuple[Attack, str]]:
     """Makes every attack that the pool's level promises to stop. Returns each with what it reached, "" if stopped."""
     chosen = [a for a in ATTACKS if a.level <= pool.level and (a.at_start or not starting)]
-    results = await _attack_all(pool, [a for a in chosen if a.level != "L3"])
-    costly = [a for a in chosen if a.level == "L3"]
-    if costly:  # it must really use the memory: so with a small limit
-        small = make_pool(pool.level, Limits(memory_bytes=_SMALL_BYTES), 1)
-        problem = await small.start()
-        results += [(a, problem["reason"]) for a in costly] if problem else await _attack_all(small, costly)
-        await small.close()
+    cheap, costly = ([a for a in chosen if (a.level == "L3") is dear] for dear in (False, True))
+    both = await asyncio.gather(_attack_all(pool, cheap), _attack_small(pool, make_pool, costly))
+    return [result for results in both for result in results]
+
+
+async def _attack_small(pool: Pool, make_pool: MakePool, attacks: Sequence[Attack]) -> list[tuple[Attack, str]]:
+    """Makes the attacks that must really use the memory: so with a small limit."""
+    if not attacks:
+        return []
+    small = make_pool(pool.level, Limits(memory_bytes=_SMALL_BYTES), 1)
+    problem = await small.start()
+    results = [(a, problem["reason"]) for a in attacks] if problem else await _attack_all(small, attacks)
+    await small.close()
     return results
 
 

@@ -89,14 +89,13 @@ class Sessions:
             raise Refused(422, "too_many_branches", f"wanted at most {most} branches of a session at a time")
         if len(self._keys) + len(keys) > self._cap:
             raise busy(f"{self._cap} sessions are open")
-        made: list[JailedSession] = []
-        try:
-            for key in keys:  # one after another: it is one process that copies itself
-                made.append(await session.branch(self._pools, key))  # noqa: PERF401  (those made are ended on failure)
-        except BaseException:
-            for branch in made:
-                branch.end(lost("it was never opened", by_program=False))
-            raise
+        results = await asyncio.gather(*(session.branch(self._pools, key) for key in keys), return_exceptions=True)
+        made = [result for result in results if isinstance(result, JailedSession)]
+        for failure in results:
+            if isinstance(failure, BaseException):
+                for branch in made:
+                    branch.end(lost("it was never opened", by_program=False))
+                raise failure
         for branch in made:
             self._live[branch.identity] = branch
             self._keys[branch.key] = asyncio.get_running_loop().create_future()
