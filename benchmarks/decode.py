@@ -2,8 +2,9 @@
 
 One model of random weights, float32, one workload: groups that share a prompt, every row samples the same number of tokens at
 temperature 1. Ours goes through the engine's door, prefill and the copies of the groups' prompt included, as it is fastest and
-in exact mode, where no bit of a row depends on its neighbours; theirs is `generate` of transformers with a dynamic and a static cache, and `generate_batch` of CTranslate2, where those are installed. All run in
-one process that has `--cores` to itself; tokens per CPU second are compared, the best of the repeats.
+in exact mode, where no bit of a row depends on its neighbours; theirs is `generate` of transformers with a dynamic and a static
+cache, and `generate_batch` of CTranslate2, where those are installed. All run in one process that has `--cores` to itself, and
+tokens per CPU second are compared, the best of the repeats.
 
 `roofline` is what the engine's matrix products of one decode step would take at the rates that such products reach alone, at
 these shapes, in the same run.
