@@ -226,6 +226,31 @@ def test_the_logprobs_of_fed_tokens_are_those_of_the_full_forward_at_the_tempera
     assert third.fed_logprobs == []
 
 
+def test_what_is_cached_again_under_new_weights_tells_the_logprobs_of_its_turn_once() -> None:
+    engine = Engine(CONFIG, replace(OPTIONS, recompute=True), next(tiny.mesh(data=2).replicas()), VOCABULARY)
+    engine.publish(tiny.params(CONFIG), version=0)
+    prompt = [1, 2, 5, 8, 9, 10, 12]
+
+    async def story() -> list[Sample]:
+        first = await engine.generate(ask("p", prompt, prompt_logprobs=True))
+        await asyncio.to_thread(engine.publish, tiny.params(CONFIG), 1)  # between two turns
+        long = ask("p", [4, 6, 9], len(prompt) + len(first.tokens), stop=(), prompt_logprobs=True, max_tokens=25)
+        second = asyncio.create_task(engine.generate(long))
+        while engine.take_stats().decode_calls == 0:
+            await asyncio.sleep(0)
+        await asyncio.to_thread(engine.publish, tiny.params(CONFIG), 2)  # in the middle of one, unless it was quick
+        return [first, await second]
+
+    try:
+        first, second = run(story())
+    finally:
+        engine.close()
+    row, at = [*prompt, *first.tokens, 4, 6, 9], len(prompt) + len(first.tokens)
+    full = log_softmax(row)
+    assert len(first.fed_logprobs) == len(prompt)
+    np.testing.assert_allclose(second.fed_logprobs, [full[at + i - 1, row[at + i]] for i in range(3)], atol=1e-5)
+
+
 def test_a_group_mate_that_asks_for_the_logprobs_of_its_prompt_gets_those_of_its_leader(engine: Engine) -> None:
     async def story() -> list[Sample]:
         asked = [ask(f"g{i}", list(range(20, 30)), prompt_logprobs=i != 1) for i in range(3)]
