@@ -312,6 +312,12 @@ def test_the_model_of_a_checkpoint_cannot_be_changed(tmp_path: Path) -> None:
     assert fault == "model.width=64 does nothing: init_from gives the model's shape"
 
 
+def test_what_a_run_knows_of_its_episodes_is_no_key_of_its_shaping() -> None:
+    assert faults_with("reward.overlong=0.2", "reward.staged=(0,1)") == []
+    (fault,) = faults_with("reward.limit=5")
+    assert fault == "unknown key 'reward.limit'; known are progressive, staged, overlong, failed_calls, efficiency, otc"
+
+
 def test_the_options_of_a_world_are_checked_against_its_signature() -> None:
     (fault,) = faults_with("env.options.roms=5", "env.name=maze")
     assert fault == "unknown key 'env.options.roms'; did you mean 'rooms'?"
