@@ -268,6 +268,10 @@ def _inert(c: ConfigDict) -> Iterator[tuple[str, str]]:
         "warmup.": (not c.warmup.steps, "warmup.steps is 0"),
         "warmup_optimizer.": (not c.warmup.steps, "warmup.steps is 0"),
         "feed.max_rounds": (row is not None and row.select != "mixed", "the algorithm keeps all groups"),
+        "engine.recompute": (
+            not c.feed.max_staleness,
+            "feed.max_staleness is 0: nothing is in flight when weights are published",
+        ),
         "critic.": (row is not None and not row.critic, f"{c.algo.name} has no critic"),
         "finetune.": (not mode, "finetune.mode is empty"),
         "finetune.threshold": (mode in ("sft", "dpo"), f"finetune.mode={mode} chooses by no threshold"),
