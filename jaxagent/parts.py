@@ -230,7 +230,7 @@ def build(config: ConfigDict, log: Path | None = None, *, with_critic: bool = Tr
 
     Args:
         log: where the embedded sandbox server writes what it has to say.
-        with_critic: for algorithms that have one; an evaluation needs none.
+        with_critic: for algorithms that have one; evaluation and fine-tuning need none.
     """
     world = envs.find(config.env.name)(**config.env.options)
     if config.warmup.steps and not hasattr(world, "demonstrate"):

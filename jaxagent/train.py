@@ -230,7 +230,7 @@ def begin_training(run: Run) -> None:
     if c.finetune.mode == "rest_em":  # every round begins anew
         updates //= c.finetune.rounds
     learner.begin(optimizer, updates - still)
-    if run.parts.algorithm.kl_coef:
+    if run.parts.algorithm.kl_coef and not c.finetune.mode:
         learner.keep_reference()
     if critic:
         begin_again(critic, learner)
