@@ -399,6 +399,8 @@ class Engine:
     def _freeze(self, row: Row) -> None:
         self._armed["mask"][row.slot] = True
         self._armed["live"][row.slot] = False
+        # Zeros would be read as greedy and as a nucleus, and all rows would pay for these.
+        self._armed["temperature"][row.slot] = self._armed["top_p"][row.slot] = 1.0
 
     def _finish(self, row: Row, end: int | None) -> Sample:
         self._stats.sampled -= 0 if end is None else len(row.tokens) - end

@@ -226,6 +226,15 @@ def test_the_logprobs_of_fed_tokens_are_those_of_the_full_forward_at_the_tempera
     assert third.fed_logprobs == []
 
 
+def test_a_row_that_was_stopped_asks_the_device_for_nothing_more(engine: Engine) -> None:
+    one(engine, ask("stopped", [1, 2], stop_strings=("a",)))
+    one(engine, ask("after", [1, 2]))
+    found: list[np.ndarray] = []
+    engine.run(lambda: found.extend(np.asarray(engine._rows[name]) for name in ("top_p", "live")))
+    assert (found[0] > 0).all()
+    assert not found[1].any()
+
+
 def test_what_is_cached_again_under_new_weights_tells_the_logprobs_of_its_turn_once() -> None:
     engine = Engine(CONFIG, replace(OPTIONS, recompute=True), next(tiny.mesh(data=2).replicas()), VOCABULARY)
     engine.publish(tiny.params(CONFIG), version=0)
