@@ -1,7 +1,7 @@
 """The engine's door: `await engine.generate(request)`. One thread owns the device, any asyncio loop may wait.
 
 The thread repeats: take what arrived, admit, fork or prefill, decode a segment, answer the turns that ended. What a trajectory
-has cached is kept until `release`, in its slot or in host memory, and computed again only where new weights are to (`recompute`).
+has cached is kept until `release`, in its slot or in host memory; with `recompute` it is computed again under new weights.
 """
 
 from __future__ import annotations

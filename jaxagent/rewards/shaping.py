@@ -68,7 +68,9 @@ class Shaping:
     ):
         for name, values in (("progressive", progressive), ("staged", staged)):
             if not isinstance(values, Sequence) or isinstance(values, str):
-                raise ValueError(f"reward.{name} must be a tuple, one value for each part of the run, got {values!r}: write (1,)")
+                raise ValueError(
+                    f"reward.{name} must be a tuple, one value for each part of the run, got {values!r}: write (1,)"
+                )
         if progressive and staged:
             raise ValueError("reward.progressive and reward.staged each replace what the world pays; give one of them")
         if not all(0 <= alpha <= 1 for alpha in progressive):
