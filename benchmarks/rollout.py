@@ -190,7 +190,7 @@ def parts(options: argparse.Namespace) -> dict[str, dict[str, float]]:
         tokens = rng.integers(0, config.vocab_size, (rows, count)).astype(np.int32)
         full = np.full(rows, count, np.int32)
         slots, at = np.arange(rows, dtype=np.int32), np.full(rows, start, np.int32)
-        engine._cache, _ = engine._steps.append(engine._params, engine._cache, slots, tokens, at, full)
+        engine._cache, *_ = engine._steps.append(engine._params, engine._cache, slots, tokens, at, full)
         jax.block_until_ready(engine._cache)
 
     def fork() -> None:
@@ -205,7 +205,8 @@ def parts(options: argparse.Namespace) -> dict[str, dict[str, float]]:
         armed["mask"][:] = armed["live"][:] = True
         armed["pos"][:], armed["left"][:], armed["top_p"][:], armed["temperature"][:] = 100, 1000, 1.0, 1.0
         slots = np.arange(group, dtype=np.int32)
-        out = engine._steps.decode(engine._params, engine._cache, engine._rows, armed, slots, used)
+        state = engine._params, engine._cache, engine._rows, armed, engine.controls.grammars
+        out = engine._steps.decode(*state, slots, used)
         engine._cache, engine._rows, *_ = jax.block_until_ready(out)
 
     pairs = {

@@ -86,7 +86,7 @@ def get_config(arg: str = "") -> ConfigDict:
     c.algo.importance = placeholder(str)  # weight old / sampler: token_truncated, token_masked, ...; needs old_logprob=trainer
     c.algo.importance_bounds = placeholder(tuple)  # (low, high)
     c.algo.filter = placeholder(str)  # of sequences too far from what sampled them: geometric, k2, k3, unlikely_negative
-    c.algo.filter_bounds = placeholder(tuple)  # (low, high); all but geometric have a high only
+    c.algo.filter_bounds = placeholder(tuple)  # (low, high); of all but geometric only high counts, 0.01 for k3
     c.algo.drop_overlong = placeholder(bool)  # rollouts that ran out of tokens leave the loss
 
     c.critic = ConfigDict()  # of the algorithms that have one
@@ -104,7 +104,7 @@ def get_config(arg: str = "") -> ConfigDict:
     c.engine.fork_min_tokens = 32  # group prompts shorter than this are prefilled again instead of copied
     c.engine.stop_tokens = 4  # most stop ids of a template
     c.engine.offload_after_s = 0.0  # a tool this slow loses its slot, if others want it, to host memory; 0: never
-    c.engine.recompute = False  # compute again under new weights what trajectories in flight have cached, instead of keeping it
+    c.engine.recompute = False  # cached keys of trajectories in flight are computed again under new weights, else kept
     c.engine.linger = 0.3  # longest wait for company, as a share of a decode call
     c.engine.dtype = "float32"  # of the sampler's weights and cache
 

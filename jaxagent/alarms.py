@@ -114,5 +114,5 @@ class Alarms:
         return f"no call reached a tool in the last {NO_TOOL} steps: the policy cannot make one, or has given it up"
 
     def _gradient_alarm(self, values: Mapping[str, float | None]) -> str:
-        skipped = values.get("policy/skipped") or 0.0
+        skipped = sum(values.get(f"{learner}/skipped") or 0.0 for learner in ("policy", "critic"))
         return f"a gradient was not finite, {skipped:.0f} updates skipped" if skipped else ""

@@ -150,14 +150,16 @@ def faults_of(config: ConfigDict, builders: Mapping[str, Callable[..., Any]]) ->
     """Contradictions between sections, and what the components refuse.
 
     Args:
-        builders: per section, what is built from its keys; a ValueError of it is a fault.
+        builders: per section, what is built from its keys; a ValueError of it is a fault. What a partial is given already,
+            no key gives.
     """
     faults = list(_rule_faults(config))
     for section, build in builders.items():
         node = config
         for part in section.split("."):
             node = node[part]
-        known = inspect.signature(build).parameters
+        given = getattr(build, "keywords", {})
+        known = [name for name in inspect.signature(build).parameters if name not in given]
         unknown = [key for key in node if key not in known]
         faults += [f"unknown key '{section}.{key}'{nearest(key, known)}" for key in unknown]
         if not unknown:
@@ -266,6 +268,10 @@ def _inert(c: ConfigDict) -> Iterator[tuple[str, str]]:
         "warmup.": (not c.warmup.steps, "warmup.steps is 0"),
         "warmup_optimizer.": (not c.warmup.steps, "warmup.steps is 0"),
         "feed.max_rounds": (row is not None and row.select != "mixed", "the algorithm keeps all groups"),
+        "engine.recompute": (
+            not c.feed.max_staleness,
+            "feed.max_staleness is 0: nothing is in flight when weights are published",
+        ),
         "critic.": (row is not None and not row.critic, f"{c.algo.name} has no critic"),
         "finetune.": (not mode, "finetune.mode is empty"),
         "finetune.threshold": (mode in ("sft", "dpo"), f"finetune.mode={mode} chooses by no threshold"),

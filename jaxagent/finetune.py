@@ -74,7 +74,7 @@ def main(config: ConfigDict, workdir: str | Path, progress: Progress | None = No
     train.prepare(config, workdir)
     use_devices(config)
     given = read(config) if config.finetune.path else None
-    parts = build(config, workdir / "sandbox.log")
+    parts = build(config, workdir / "sandbox.log", with_critic=False)
     configs.save(config, workdir / "config.json")
     try:
         chapters = tell, train.resume, train.warm_up, partial(tune, given=given), train.finish

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,7 @@ def faults(config: ConfigDict) -> list[str]:
         "learner": LearnerOptions,
         "optimizer": OptimizerOptions,
         "warmup_optimizer": warmup_optimizer,
-        "reward": Shaping,
+        "reward": shaping_within(config),
         "alarms": Alarms,
         "finetune": FinetuneOptions,
     }
@@ -229,7 +230,7 @@ def build(config: ConfigDict, log: Path | None = None, *, with_critic: bool = Tr
 
     Args:
         log: where the embedded sandbox server writes what it has to say.
-        with_critic: for algorithms that have one; an evaluation needs none.
+        with_critic: for algorithms that have one; evaluation and fine-tuning need none.
     """
     world = envs.find(config.env.name)(**config.env.options)
     if config.warmup.steps and not hasattr(world, "demonstrate"):
@@ -256,10 +257,10 @@ def build(config: ConfigDict, log: Path | None = None, *, with_critic: bool = Tr
     return Parts(world, template, decoder, algorithm, learner, critic, engines, rollouts, sandbox)
 
 
-def shaping_of(config: ConfigDict) -> Shaping:
-    """The shaping of a run's rewards; an episode's sampled tokens are bounded by its turns and by its whole row."""
+def shaping_within(config: ConfigDict) -> Callable[..., Shaping]:
+    """Shaping for a run's episodes, whose sampled tokens are bounded by their turns and by their whole row."""
     limit = min(config.agent.max_tokens, config.agent.max_turns * config.sampling.max_tokens)
-    return Shaping(**config.reward, limit=limit, turns=config.agent.max_turns)
+    return partial(Shaping, limit=limit, turns=config.agent.max_turns)
 
 
 def restore_weights(parts: Parts, workdir: Path, keep: int) -> int:

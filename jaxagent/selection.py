@@ -85,7 +85,7 @@ def best(group: Group) -> list[Row]:
 def reaching(group: Group, threshold: float) -> list[Row]:
     """The rows of all rollouts whose reward reaches the threshold (ReST, arXiv:2308.08998, eq. 3; ReST-EM with one)."""
     rollouts = [segments for role in _counted(group) for segments in role]
-    return [row for segments in rollouts if _reward(segments) >= threshold for row in rows_of(segments)]
+    return [row for segments in rollouts if _reward(segments) >= round(threshold, 6) for row in rows_of(segments)]
 
 
 def pairs_of(group: Group) -> list[Pair]:

@@ -33,7 +33,7 @@ from jaxagent.evaluate import evaluate
 from jaxagent.feed import Feed, FeedOptions, has_signal, stream_of
 from jaxagent.learner import OptimizerOptions
 from jaxagent.metrics import Clock, Metrics, peak_bytes, read
-from jaxagent.parts import Parts, build, faults, shaping_of, use_devices
+from jaxagent.parts import Parts, build, faults, shaping_within, use_devices
 from jaxagent.progress import Progress
 from jaxagent.rewards.shaping import components
 from jaxagent.types import Group, Sampling, Trajectory
@@ -71,7 +71,7 @@ class Run:
         options = FeedOptions(**config.feed)
         tasks = stream_of(parts.world, config.seed, options)
         self.feed = Feed(parts.world, tasks, parts.rollouts, Sampling(**config.sampling), options)
-        self.shaping = shaping_of(config)
+        self.shaping = shaping_within(config)(**config.reward)
         self.alarms = Alarms(**config.alarms, tools=bool(parts.world.tools))
         self.baselines: dict[str, float] = {}  # moving means of the roles' returns, for algorithms that have them
         self.step = 0  # warm-up steps first, then training steps: one axis
@@ -230,7 +230,7 @@ def begin_training(run: Run) -> None:
     if c.finetune.mode == "rest_em":  # every round begins anew
         updates //= c.finetune.rounds
     learner.begin(optimizer, updates - still)
-    if run.parts.algorithm.kl_coef:
+    if run.parts.algorithm.kl_coef and not c.finetune.mode:
         learner.keep_reference()
     if critic:
         begin_again(critic, learner)

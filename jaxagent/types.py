@@ -280,8 +280,8 @@ class Trajectory:
 
     @property
     def solved(self) -> bool:
-        """Whether the episode counts and its outcome reached SUCCESS."""
-        return self.stop.counts and self.outcome >= SUCCESS
+        """Whether the episode counts and its outcome reached SUCCESS, up to the rounding of sums of rewards."""
+        return self.stop.counts and self.outcome >= SUCCESS - 1e-6
 
     def feed(self, ids: list[int]) -> None:
         """Appends tokens that the policy did not sample."""

@@ -97,6 +97,7 @@ def test_a_run_whose_policy_never_reaches_a_tool_stops_by_itself() -> None:
 
 def test_a_gradient_that_is_not_finite_is_told() -> None:
     assert "a gradient was not finite, 2 updates skipped" in Alarms().look({"policy/skipped": 2.0})["gradient"]
+    assert "a gradient was not finite, 1 updates skipped" in Alarms().look({"critic/skipped": 1.0})["gradient"]
 
 
 def test_numbers_that_are_missing_or_none_raise_nothing() -> None:

@@ -253,6 +253,7 @@ def test_a_value_that_a_component_refuses_is_a_fault_in_its_words(override: str,
         ("algo.kl=k2_loss", BASE, "algo.kl_coef is 0"),
         ("algo.importance_bounds=(0,3)", BASE, "algo.importance=none has no bounds"),
         ("algo.filter_bounds=(0,3)", BASE, "algo.filter is none"),
+        ("engine.recompute=true", BASE, "feed.max_staleness is 0: nothing is in flight when weights are published"),
         ("critic.lr=0.1", BASE, "grpo has no critic"),
         ("sandbox.token_file=token", BASE, "the embedded server makes its own token"),
         ("lora.alpha=3", BASE, "lora.rank is 0"),
@@ -285,7 +286,10 @@ def test_a_key_is_not_inert_where_another_gives_it_a_meaning() -> None:
     ("overrides", "fault"),
     [
         (["algo.name=icepop"], "train.old_logprob must be trainer for algo.importance=token_masked and algo.filter=none"),
-        (["algo.filter=k3"], "train.old_logprob must be trainer for algo.importance=none and algo.filter=k3"),
+        (
+            ["algo.filter=k3", "algo.filter_bounds=(0,0.01)"],
+            "train.old_logprob must be trainer for algo.importance=none and algo.filter=k3",
+        ),
         (["feed.rollouts=1"], "feed.rollouts must be at least 2, a group of one has no baseline in grpo; got 1"),
         (["feed.rollouts=1", "algo.name=ppo", "algo.select=mixed"], "feed.rollouts must be at least 2"),
         (["algo.name=ppo", "critic.warmup_steps=100"], "critic.warmup_steps=100 must be below train.steps=100"),
@@ -310,6 +314,12 @@ def test_an_inert_key_is_found_in_the_file_as_well_as_on_the_command_line(tmp_pa
 def test_the_model_of_a_checkpoint_cannot_be_changed(tmp_path: Path) -> None:
     (fault,) = load(BASE, [f"init_from={tmp_path}", "model.width=64"])[1]
     assert fault == "model.width=64 does nothing: init_from gives the model's shape"
+
+
+def test_what_a_run_knows_of_its_episodes_is_no_key_of_its_shaping() -> None:
+    assert faults_with("reward.overlong=0.2", "reward.staged=(0,1)") == []
+    (fault,) = faults_with("reward.limit=5")
+    assert fault == "unknown key 'reward.limit'; known are progressive, staged, overlong, failed_calls, efficiency, otc"
 
 
 def test_the_options_of_a_world_are_checked_against_its_signature() -> None:

@@ -97,6 +97,17 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 # ---------------------------------------------------------------------- one run
 
 
+def test_an_algorithm_with_critic_and_reference_gives_fine_tuning_neither(tmp_path: Path) -> None:
+    short = ("warmup.steps=1", "train.steps=1", "feed.prompts=2", "evaluate.every=0", "evaluate.final_tasks=2")
+    config = configured("finetune.mode=raft", *short)
+    with config.unlocked():  # as in the file of an experiment that fine-tunes first
+        config.algo.name, config.algo.kl_coef = "ppo_turn", 0.1
+    run(config, tmp_path)
+    held = {path.name for path in (tmp_path / "checkpoints" / "2").iterdir()}
+    assert "opt_state" in held
+    assert not {"critic_params", "critic_opt_state", "reference"} & held
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_a_run_leaves_its_whole_workdir(whole: Callable[[str], Path], mode: str) -> None:
     workdir = whole(mode)

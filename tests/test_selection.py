@@ -40,6 +40,7 @@ def test_what_reaches_the_threshold_is_kept_also_where_all_do() -> None:
     assert who(reaching(group(0.0, 0.5, 1.0), 0.5)) == [1, 2]
     assert who(reaching(group(1.0, 1.0), 1.0)) == [0, 1]
     assert reaching(group(0.0, 0.0), 0.5) == []
+    assert who(reaching(group(1 / 3, 0.3), 1 / 3)) == [0]
 
 
 def test_a_pair_is_the_best_and_the_worst() -> None:

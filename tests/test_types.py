@@ -88,6 +88,15 @@ def test_success_is_measured_by_the_outcome_and_not_by_what_shaping_adds() -> No
     assert row.solved
 
 
+def test_rewards_that_sum_to_success_up_to_rounding_are_success() -> None:
+    row = played()
+    row.turns[0].reward, row.turns[1].reward = 0.8999999999999999, 0.1  # nine times 0.1, and once more
+    assert row.outcome < 1
+    assert row.solved
+    row.turns[1].reward = 0.099
+    assert not row.solved
+
+
 def test_the_other_segments_of_a_rollout_have_their_part_in_its_outcome() -> None:
     row = played()
     row.elsewhere = 1.0

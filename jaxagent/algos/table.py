@@ -222,6 +222,13 @@ def _faults(row: Algorithm) -> Iterator[str]:
         bounds = getattr(row, column)
         if len(bounds) != 2 or not 0 <= bounds[0] <= bounds[1]:
             yield f"algo.{column} must be (low, high) with 0 <= low <= high, got {bounds}"
+    if row.filter == "geometric" and not row.filter_bounds[0] <= 1 <= row.filter_bounds[1]:
+        yield f"algo.filter_bounds must hold 1 for algo.filter=geometric, or nothing is kept; got {row.filter_bounds}"
+    if row.filter not in ("none", "geometric") and row.filter_bounds == Algorithm.filter_bounds:
+        yield (
+            f"algo.filter_bounds must be given for algo.filter={row.filter}, whose measure is 0 where nothing has changed: "
+            f"(0, 0.01), say; the default {row.filter_bounds} is geometric's"
+        )
     if row.ratio != "token" and row.aggregate != "sequence_mean":
         yield f"algo.aggregate must be sequence_mean for a ratio of sequences, got {row.aggregate!r}"
     if row.ratio == "sequence" and (row.turns != "none" or row.unit != "rollout"):

@@ -121,13 +121,8 @@ def pack(rows: Sequence[Row], *, batch_rows: int, row_tokens: int) -> list[Batch
 
 def unpack(rows: Sequence[Row], arrays: Sequence[np.ndarray], *, batch_rows: int, row_tokens: int) -> list[np.ndarray]:
     """What was computed of the micro-batches that `pack` made of these rows, [M, T] each, row by row."""
-    found: list[np.ndarray] = [np.zeros(0)] * len(rows)
-    for b, members in enumerate(first_fit_decreasing([len(row.tokens) for row in rows], row_tokens)):
-        at = 0
-        for i in members:
-            found[i] = arrays[b // batch_rows][b % batch_rows, at : at + len(rows[i].tokens)]
-            at += len(rows[i].tokens)
-    return found
+    there = places([len(row.tokens) for row in rows], batch_rows=batch_rows, row_tokens=row_tokens)
+    return [arrays[place.batch][place.m, place.span] for place in there]
 
 
 def _place(batch: Batch, m: int, at: int, segment: int, row: Row) -> int:

@@ -153,6 +153,18 @@ class ControlTable:
                 temperature_R[i] = row.request.sampling.temperature or 1.0
         return next_R, temperature_R
 
+    def keep_fed(self, work: Sequence[tuple[Row, list[int]]], logprob_RA: np.ndarray) -> None:
+        """Hands a call's log-probs to the rows: those of the tokens that this turn fed, each once.
+
+        Under new weights a call may hold what earlier turns fed and sampled, and what this one has been told of before.
+        """
+        for i, (row, tokens) in enumerate(work):
+            assert row.request is not None
+            first = row.cached + 1  # position of the token that the call's first log-prob is of
+            known = row.request.start + len(row.fed_logprobs)
+            end = min(row.request.start + len(row.request.tokens), first + len(tokens))
+            row.fed_logprobs += logprob_RA[i, max(known - first, 0) : max(end - first, 0)].tolist()
+
     def keep_top(self, rows: Sequence[Row], places: Sequence[int], top: tuple[Array, Array] | None) -> None:
         """Hands a call's likeliest tokens, each row's at its place, to who asked for them; if none did they are not fetched."""
         asking = [one for one in zip(rows, places, strict=True) if one[0].request and one[0].request.sampling.top_logprobs]

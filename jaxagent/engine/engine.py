@@ -1,7 +1,7 @@
 """The engine's door: `await engine.generate(request)`. One thread owns the device, any asyncio loop may wait.
 
-The thread repeats: take what arrived, admit, fork or prefill, decode a segment, answer the turns that ended. Between the
-turns of a trajectory nothing is recomputed: its slot keeps its cache until `release`.
+The thread repeats: take what arrived, admit, fork or prefill, decode a segment, answer the turns that ended. What a trajectory
+has cached is kept until `release`, in its slot or in host memory; with `recompute` it is computed again under new weights.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class EngineOptions:
     constraint_states: int = 0  # states of all constraints in use; each takes a bit per token: 19 KB for 152K tokens
 
     def __post_init__(self) -> None:
-        if self.slot_tokens % self.chunk:
+        if self.chunk < 1 or self.slot_tokens % self.chunk:
             raise ValueError(f"engine.slot_tokens must be a multiple of engine.chunk, got {self.slot_tokens} and {self.chunk}")
         if self.recompute and self.record_routing:
             raise ValueError(
@@ -68,8 +68,8 @@ class EngineOptions:
             )
         if self.offload_after_s < 0:
             raise ValueError(f"engine.offload_after_s must not be negative, got {self.offload_after_s}")
-        if list(self.append_tokens) != sorted(set(self.append_tokens)) or not self.append_tokens:
-            raise ValueError(f"engine.append_tokens must be increasing lengths, got {self.append_tokens}")
+        if list(self.append_tokens) != sorted(set(self.append_tokens)) or min(self.append_tokens, default=0) < 1:
+            raise ValueError(f"engine.append_tokens must be increasing lengths from 1 on, got {self.append_tokens}")
 
 
 def used_lengths(chunk: int, slot_tokens: int) -> list[int]:
@@ -80,7 +80,7 @@ def used_lengths(chunk: int, slot_tokens: int) -> list[int]:
 
 @dataclass
 class EngineStats:
-    """Counters since the last `take_stats`. `row_steps` is decode steps times slots; `sampled` the useful ones."""
+    """Counters since the last `take_stats`. `row_steps` is decode steps times rows stepped; `sampled` the useful ones."""
 
     sampled: int = 0
     prefilled: int = 0
@@ -318,9 +318,7 @@ class Engine:
         appended = self._steps.append(self._params, self._cache, slot_R, token_RA, start_R, count_R, score)
         self._cache, routing, logprobs = appended
         if score is not None and score[1].any():
-            logprobs_RA = np.asarray(logprobs)
-            for i, (row, tokens) in enumerate(work):
-                row.fed_logprobs += logprobs_RA[i, : len(tokens)].tolist()
+            self.controls.keep_fed(work, np.asarray(logprobs))
         if routing is not None:
             routing_RA = np.asarray(routing)
             for i, (row, tokens) in enumerate(work):
@@ -401,6 +399,8 @@ class Engine:
     def _freeze(self, row: Row) -> None:
         self._armed["mask"][row.slot] = True
         self._armed["live"][row.slot] = False
+        # Zeros would be read as greedy and as a nucleus, and all rows would pay for these.
+        self._armed["temperature"][row.slot] = self._armed["top_p"][row.slot] = 1.0
 
     def _finish(self, row: Row, end: int | None) -> Sample:
         self._stats.sampled -= 0 if end is None else len(row.tokens) - end

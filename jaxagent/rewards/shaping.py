@@ -66,6 +66,11 @@ class Shaping:
         limit: int = 0,
         turns: int = 1,
     ):
+        for name, values in (("progressive", progressive), ("staged", staged)):
+            if not isinstance(values, Sequence) or isinstance(values, str):
+                raise ValueError(
+                    f"reward.{name} must be a tuple, one value for each part of the run, got {values!r}: write (1,)"
+                )
         if progressive and staged:
             raise ValueError("reward.progressive and reward.staged each replace what the world pays; give one of them")
         if not all(0 <= alpha <= 1 for alpha in progressive):
@@ -73,6 +78,8 @@ class Shaping:
         if not all(stage in (0, 1) for stage in staged):
             raise ValueError(f"reward.staged must hold stages 0 (form) or 1 (form, then outcome), got {tuple(staged)}")
         weights = {"overlong": overlong, "failed_calls": failed_calls, "efficiency": efficiency, "otc": otc}
+        if strange := [name for name, weight in weights.items() if not isinstance(weight, int | float)]:
+            raise ValueError(f"reward.{strange[0]} must be a number, got {weights[strange[0]]!r}")
         self.terms = {name: weight for name, weight in weights.items() if weight}
         if not all(0 < weight < 1 for weight in self.terms.values()) or sum(weights.values()) >= 1:
             raise ValueError(f"the terms of reward must have weights that together stay below an outcome's 1; got {self.terms}")

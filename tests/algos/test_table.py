@@ -106,6 +106,8 @@ def test_columns_are_replaced_one_by_one_and_the_page_stays() -> None:
         ({"name": "gspo", "aggregate": "token_mean"}, "algo.aggregate must be sequence_mean for a ratio of sequences"),
         ({"name": "gspo", "turns": "state"}, r"algo.turns must be none for gspo, .*got 'state' \(try gspo_token\)"),
         ({"importance_bounds": (2.0, 0.5)}, r"algo.importance_bounds must be \(low, high\) with 0 <= low <= high"),
+        ({"filter": "k3"}, r"algo.filter_bounds must be given for algo.filter=k3, .*default \(0.999, 1.001\) is geometric's"),
+        ({"name": "off_policy_mask", "filter": "geometric"}, r"algo.filter_bounds must hold 1 .*got \(0.0, 0.1\)"),
     ],
 )
 def test_a_row_that_cannot_be_built_says_what_is_known(columns: dict[str, Any], fault: str) -> None:

@@ -8,7 +8,7 @@ from drawn import drawn
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxagent.data.pack import Batch, Row, fill, first_fit_decreasing, pack, places
+from jaxagent.data.pack import Batch, Row, fill, first_fit_decreasing, pack, places, unpack
 
 
 def row(first: int, length: int, sampled_from: int = 1) -> Row:
@@ -126,3 +126,5 @@ def test_places_are_where_rows_are_packed(lengths: list[int], batch_rows: int) -
     batches = pack(rows, batch_rows=batch_rows, row_tokens=12)
     for made, place in zip(rows, places(lengths, batch_rows=batch_rows, row_tokens=12), strict=True):
         assert batches[place.batch].tokens[place.m, place.span].tolist() == list(made.tokens)
+    back = unpack(rows, [batch.tokens for batch in batches], batch_rows=batch_rows, row_tokens=12)
+    assert [tokens.tolist() for tokens in back] == [list(made.tokens) for made in rows]

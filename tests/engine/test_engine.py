@@ -444,6 +444,10 @@ def test_the_lengths_that_are_read_double_and_end_with_the_slot() -> None:
 def test_shapes_that_do_not_fit_each_other_are_refused() -> None:
     with pytest.raises(ValueError, match=r"multiple of engine\.chunk, got 30 and 8"):
         EngineOptions(slot_tokens=30, chunk=8)
+    with pytest.raises(ValueError, match=r"multiple of engine\.chunk, got 32 and 0"):
+        EngineOptions(slot_tokens=32, chunk=0)
+    with pytest.raises(ValueError, match="from 1 on, got \\(0, 8\\)"):
+        EngineOptions(append_tokens=(0, 8))
     with pytest.raises(ValueError, match="increasing lengths"):
         EngineOptions(append_tokens=(8, 4))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import time
 from collections.abc import Coroutine, Iterator
 from dataclasses import replace
 from typing import Any
@@ -224,6 +225,44 @@ def test_the_logprobs_of_fed_tokens_are_those_of_the_full_forward_at_the_tempera
     full, at = log_softmax(row), len(prompt) + len(first.tokens)
     np.testing.assert_allclose(second.fed_logprobs, [full[at + i - 1, row[at + i]] for i in range(3)], atol=1e-5)
     assert third.fed_logprobs == []
+
+
+def test_a_row_that_was_stopped_asks_the_device_for_nothing_more(engine: Engine) -> None:
+    one(engine, ask("stopped", [1, 2], stop_strings=("a",)))
+    one(engine, ask("after", [1, 2]))
+    found: list[np.ndarray] = []
+    engine.run(lambda: found.extend(np.asarray(engine._rows[name]) for name in ("top_p", "live")))
+    assert (found[0] > 0).all()
+    assert not found[1].any()
+
+
+def test_what_is_cached_again_under_new_weights_tells_the_logprobs_of_its_turn_once() -> None:
+    engine = Engine(CONFIG, replace(OPTIONS, recompute=True), next(tiny.mesh(data=2).replicas()), VOCABULARY)
+    engine.publish(tiny.params(CONFIG), version=0)
+    prompt = [1, 2, 5, 8, 9, 10, 12]
+
+    def publish_once_it_decodes() -> None:
+        while engine.take_stats().decode_calls == 0:
+            time.sleep(1e-4)
+        engine.publish(tiny.params(CONFIG), version=2)
+
+    async def story() -> list[Sample]:
+        first = await engine.generate(ask("p", prompt, prompt_logprobs=True))
+        engine.take_stats()
+        await asyncio.to_thread(engine.publish, tiny.params(CONFIG), 1)  # between two turns
+        long = ask("p", [4, 6, 9], len(prompt) + len(first.tokens), stop=(), prompt_logprobs=True, max_tokens=25)
+        second = asyncio.create_task(engine.generate(long))
+        await asyncio.to_thread(publish_once_it_decodes)  # in its middle, where the machine is quick enough
+        return [first, await second]
+
+    try:
+        first, second = run(story())
+    finally:
+        engine.close()
+    row, at = [*prompt, *first.tokens, 4, 6, 9], len(prompt) + len(first.tokens)
+    full = log_softmax(row)
+    assert len(first.fed_logprobs) == len(prompt)
+    np.testing.assert_allclose(second.fed_logprobs, [full[at + i - 1, row[at + i]] for i in range(3)], atol=1e-5)
 
 
 def test_a_group_mate_that_asks_for_the_logprobs_of_its_prompt_gets_those_of_its_leader(engine: Engine) -> None:

@@ -287,3 +287,62 @@ def test_what_is_forgotten_is_prefilled_whole() -> None:
     assert prefill(table) == [(4, [("a", 0, [5, 6, 7, 8])])]
     enter(table, ask("idle", (9,), start=4), ask("mate", (5, 6, 7), group="g"))
     assert prefill(table) == [(4, [("idle", 0, [1, 2, 3, 4]), ("mate", 0, [5, 6])])]  # no fork of what is gone
+
+
+def test_slots_that_are_taken_given_back_and_forgotten_between_calls_hold_what_their_owners_sampled() -> None:
+    for seed in range(60):
+        rng = random.Random(seed)
+        table, cache = SlotTable(rng.randrange(1, 4), 64, 3), dict[int, list[int]]()
+        for _ in range(60):
+            ask_or_leave(rng, table)
+            table.admit()
+            while rng.random() < 0.6 and (row := table.idle_longest()):
+                row.stash = cache[row.slot][: row.cached] if row.cached else None
+                table.vacate(row)
+                table.admit()
+            resident = [row for row in table.rows.values() if row.slot != AWAY]
+            assert sorted([*table.free, *(row.slot for row in resident)]) == list(range(len(table.by_slot)))
+            assert all(leader in resident for leader in table.leaders.values())
+            if rng.random() < 0.5:
+                decode(rng, table, cache)
+
+
+def ask_or_leave(rng: random.Random, table: SlotTable) -> None:
+    """Something arrives: a turn, a release, or new weights under which nothing that is cached counts."""
+    name, what = rng.choice("abcde"), rng.random()
+    row = table.rows.get(name)
+    held = len(row.held) if row else 0
+    if what < 0.6:
+        group = "g" if name in "abc" else ""
+        fed = (7, 8, 9, 10) if group and not held else tuple(rng.randrange(99) for _ in range(rng.randrange(1, 5)))
+        request = ask(name, fed, start=held, group=group)
+        if held < 40 and not table.check(request):
+            table.enqueue(request, name)
+    elif what < 0.8:
+        table.release(name)
+    elif what < 0.9:
+        table.forget()
+
+
+def decode(rng: random.Random, table: SlotTable, cache: dict[int, list[int]]) -> None:
+    """What the engine does between two arrivals; every row samples a token, and some end their turn."""
+    for row in table.take_returned():
+        if row.stash is not None:
+            cache[row.slot], row.stash = row.stash, None
+    begun = table.take_begun()
+    for _, work in table.chunks((2, 4), 2):
+        for row, tokens in work:
+            cache.setdefault(row.slot, [])[row.cached :] = tokens
+    for row in begun:
+        if row.source:
+            assert table.by_slot[row.source.slot] is row.source
+            cache[row.slot], row.source = cache[row.source.slot][: row.cached], None
+    for row in [row for row in table.by_slot if row and row.request]:
+        tokens = [*row.held, *row.tokens]
+        there = cache.setdefault(row.slot, [])
+        del there[len(tokens) - 1 :]
+        assert there == tokens[:-1]
+        there.append(tokens[-1])
+        row.tokens.append(rng.randrange(99))
+        if len(row.tokens) == 4 or rng.random() < 0.4:
+            table.end(row, now=rng.random())

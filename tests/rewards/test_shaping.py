@@ -155,6 +155,8 @@ def test_form_is_what_the_policy_can_help() -> None:
         ({"staged": (0, 2)}, "reward.staged must hold stages 0 .* or 1"),
         ({"overlong": 0.5, "failed_calls": 0.5}, "together stay below an outcome's 1"),
         ({"overlong": -0.5}, "weights that together stay below"),
+        ({"otc": "much"}, "reward.otc must be a number, got 'much'"),
+        ({"staged": 0}, r"reward.staged must be a tuple, .*, got 0: write \(1,\)"),
     ],
 )
 def test_options_that_cannot_be_meant_are_refused(options: dict[str, Any], fault: str) -> None:
