@@ -19,7 +19,7 @@ from .breaker import Hedges
 from .endpoints import Endpoint, choose
 from .limits import Window
 from .tokens import Token
-from .transport import CALL_ID, BadReply, NotSent, Reply, ReplyLost, Request, Safety, Socket, Transport
+from .transport import BadReply, NotSent, Reply, ReplyLost, Request, Safety, Socket, Transport
 from .wire import (
     Cancelled,
     CodeRefused,
@@ -37,6 +37,8 @@ T = TypeVar("T")
 _BACKOFF_S, _BACKOFF_MAX_S = 0.05, 2.0
 _BUSY_S, _BUSY_TIMES = 0.25, 4
 _CONNECT_S = 5.0
+_TAKE_BACK_S = 2.0
+_ASK_S = 0.25  # at most between two questions after a call that is being carried out
 _NO_WINDOW = contextlib.nullcontext()  # one endpoint's own window is as wide
 
 
@@ -67,6 +69,7 @@ class Call:
         self.count = self.asks = 0
         self.sent = False
         self.answered_by: Endpoint | None = None
+        self.unanswered: set[Endpoint] = set()  # where the request under way may be, with nobody waiting for it
         self.last: tuple[type[InfrastructureError], str] = (Unreachable, "the deadline passed before the first attempt")
 
     @property
@@ -223,18 +226,41 @@ class Caller:
         return request.safety is not Safety.ONCE
 
     async def ask(self, call: Call, request: Request) -> Reply:
-        """Returns a reply that the judge accepts, retrying until the deadline."""
+        """Returns a reply that the judge accepts, retrying until the deadline. What may go on unheeded is taken back."""
+        call.unanswered.clear()
+        try:
+            return await self._asked(call, request)
+        finally:
+            for endpoint in call.unanswered:
+                if request.fate and endpoint.tells:
+                    self.loose(self._take_back(request, endpoint))
+
+    async def _take_back(self, request: Request, endpoint: Endpoint) -> None:
+        call = Call(self, "taking back a call", _TAKE_BACK_S, endpoint=endpoint)
+        with contextlib.suppress(InfrastructureError, RequestRefused):
+            await self.ask(call, Request("DELETE", request.fate, answer_s=_TAKE_BACK_S / 2))
+
+    async def _asked(self, call: Call, request: Request) -> Reply:
         wait_s, tried, more = _BACKOFF_S, list[Endpoint](), -1
         while call.left_s > 0 and more != 0:
             endpoint = call.endpoint or choose(call.route, self.endpoints, tried)
             least_s = endpoint.breaker.admits_in_s()
             if least_s == 0:
+                # where the request may have arrived, the server is asked about it and not to carry it out
+                doubted = endpoint in call.unanswered and endpoint.tells and request.fate
+                attempt = request.inquiry() if doubted else request
                 try:
-                    verdict = await self._tried(call, request, endpoint)
+                    verdict = await self._tried(call, attempt, endpoint)
                 except _NotNow:
                     continue
                 if isinstance(verdict, Reply):
-                    return verdict
+                    if attempt is request or verdict.status == 200:
+                        call.unanswered.discard(endpoint)
+                        return verdict
+                    if verdict.status == 404:  # it never came
+                        call.unanswered.discard(endpoint)
+                        continue
+                    verdict, wait_s = Again(Unknown, "it is still being carried out"), min(wait_s, _ASK_S)
                 tried.append(endpoint)
                 call.last, least_s = (verdict.kind, verdict.text), verdict.least_s
                 more = more - 1 if more > 0 else -1 if verdict.times is None else verdict.times
@@ -326,15 +352,26 @@ class Caller:
         self.counts["attempts"] += 1
         timeout_s = max(0.001, call.left_s)
         own = {} if request.own_credentials else self._headers(token)
-        headers = {**own, "X-Deadline-Ms": str(int(timeout_s * 1000)), CALL_ID: f"{call.id}.{call.count}", **request.headers}
+        headers = {
+            **own,
+            "X-Deadline-Ms": str(int(timeout_s * 1000)),
+            wire.CALL_ID: f"{call.id}.{call.count}",
+            **request.headers,
+        }
         url = request.url if "://" in request.url else endpoint.url + request.url
         if request.answer_s is not None and self.repeatable(request, endpoint):
             timeout_s = min(timeout_s, request.answer_s)
         breaker, window, start = endpoint.breaker, endpoint.window, time.monotonic()
         probe = breaker.begin()
+        if request.fate:
+            call.unanswered.add(endpoint)
         try:
             reply = await self._opened().send(request, url, headers, timeout_s)
-        except (NotSent, ReplyLost, BadReply):
+            if request.fate and reply.status not in wire.WRECKED:
+                call.unanswered.discard(endpoint)
+        except (NotSent, ReplyLost, BadReply) as error:
+            if isinstance(error, NotSent):
+                call.unanswered.discard(endpoint)
             breaker.failed(time.monotonic() - start)
             raise
         finally:
@@ -350,9 +387,11 @@ class Caller:
             if request.safety is Safety.PURE:
                 self.hedges.answered(seconds)
         endpoint.remembers = endpoint.remembers or wire.WIRE_HEADER in reply.headers
-        echoed = CALL_ID in reply.headers or CALL_ID.lower() in reply.headers
+        told = reply.headers.get(wire.WIRE_HEADER, "")
+        endpoint.tells = endpoint.tells or (told.isdigit() and int(told) >= 2)
+        echoed = wire.CALL_ID in reply.headers or wire.CALL_ID.lower() in reply.headers
         if endpoint.echoes and not echoed and reply.status < 300:
-            raise BadReply(f"a reply without {CALL_ID} from a server that sends it")
+            raise BadReply(f"a reply without {wire.CALL_ID} from a server that sends it")
         endpoint.echoes = endpoint.echoes or echoed
         call.answered_by = endpoint
         return reply

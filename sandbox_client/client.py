@@ -9,12 +9,12 @@ import asyncio
 import contextlib
 import dataclasses
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, TypeVar
 
 from . import wire
-from .backends.backend import Backend, Opening, Program, Seat, Unsupported
+from .backends.backend import Backend, Grading, Opening, Program, Seat, Unsupported
 from .backends.v1 import V1
 from .cache import PureCache, key_of
 from .calls import Call, Caller
@@ -23,12 +23,13 @@ from .journal import Journal, digest
 from .limits import affordable_connections
 from .tokens import Provider, Token
 from .transport import AiohttpTransport, Transport
-from .wire import CallResult, ExecResult, InfrastructureError, Overloaded, SessionLost
+from .wire import CallResult, ExecResult, GradeResult, InfrastructureError, Overloaded, RequestRefused, SessionLost
 
 T = TypeVar("T")
 Work = Callable[[Call, Seat], Awaitable[T]]
 
 _CLOSE_S = 5.0
+_READING = ("read_file", "snapshot", "branch", "grade")  # nothing of them need be done again in a session built anew
 _REBUILDS = 3  # of one session within one operation
 
 
@@ -39,6 +40,18 @@ class Snapshot:
     opening: Opening
     name: str | None
     journal: Journal | None
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """What opens one session and nothing else, to be handed to a process that shall have no more than that."""
+
+    url: str
+    key: str
+    id: str
+    token: str = field(repr=False)
+    level: str
+    seq: int  # of its last operation
 
 
 class SandboxClient:
@@ -88,6 +101,7 @@ class SandboxClient:
         replayable: bool = False,
         snapshot: Snapshot | None = None,
         branching: bool = False,
+        imports: str | None = None,
     ) -> "Session":
         """Returns the session of `key`; at our own server a repeated key is the same session while it lives.
 
@@ -99,8 +113,12 @@ class SandboxClient:
             infrastructure loses is then built anew, step by step
           snapshot: where it begins, from another session's snapshot()
           branching: it will be branched from, for which our own server must know at its birth
+          imports: a set of modules that it has from its beginning, such as "numpy,scipy"; the operator registered it with
+            --imports, and ready() names them all
         """
-        opening = Opening(key, functions, dict(options or {}), branching=branching)
+        if imports and not self.backend.can.imports:
+            raise Unsupported(self.backend.name, "imports")
+        opening = Opening(key, functions, dict(options or {}), branching=branching, imports=imports)
         if snapshot:
             opening = dataclasses.replace(snapshot.opening, key=key, snapshot=snapshot.name)
         call = Call(self._caller, f"opening session {key}", self._timeout_s, route=key)
@@ -111,6 +129,19 @@ class SandboxClient:
             if snapshot and snapshot.name is None:
                 await session._replay(call)
         return session
+
+    def join(self, ticket: Ticket) -> "Session":
+        """Returns the session that another process has opened and handed over, which must not go on with it itself.
+
+        This client may be one that has the ticket's token for its own: then it can do nothing but this session's operations,
+        and cannot grade it. A session that is joined is never built anew.
+        """
+        endpoint = next((one for one in self._caller.endpoints if one.url == ticket.url), None)
+        if endpoint is None:
+            there = ", ".join(one.url for one in self._caller.endpoints)
+            raise ValueError(f"wanted a client of {ticket.url}, where session {ticket.key} is, got one of {there}")
+        seat = Seat(ticket.id, endpoint, ticket.level, ticket.seq, ticket.token)
+        return Session(self, Opening(ticket.key), seat, None, joined=True)
 
     async def run_code(
         self,
@@ -175,10 +206,13 @@ class SandboxClient:
 class Session:
     """One sandbox that keeps its state between operations, which run one after another in the order asked."""
 
-    def __init__(self, client: SandboxClient, opening: Opening, seat: Seat, journal: Journal | None) -> None:
+    def __init__(
+        self, client: SandboxClient, opening: Opening, seat: Seat, journal: Journal | None, joined: bool = False
+    ) -> None:
         self._client, self._opening, self._seat, self._journal = client, opening, seat, journal
         self._backend, self._caller = client.backend, client._caller
         self._turn = asyncio.Lock()
+        self._joined = joined
         self._births = 0
         self.rebuilt = 0  # how often it was lost and built anew
 
@@ -233,6 +267,31 @@ class Session:
         """Returns a file's content. Raises RequestRefused with code no_such_file."""
         result: bytes = await self._do("read_file", {"path": path}, self._client._timeout_s)
         return result
+
+    async def grade(
+        self, code: str, tests: Mapping[str, bytes] | None = None, collect: Sequence[str] = (), timeout_s: float = 10.0
+    ) -> GradeResult:
+        """Judges files of the session by a program that runs where no program of the session has been.
+
+        Args:
+          code: Python that sets `reward` to a finite number; it may try what was submitted by run_submission(...)
+          tests: files that only the grader sees, under tests/
+          collect: paths of the session's files, which it sees under submission/
+
+        Raises Unsupported where the service has no graders, InfrastructureError, RequestRefused.
+        """
+        if not self._backend.can.grade:
+            raise Unsupported(self._backend.name, "grade")
+        grading = Grading(code, dict(tests or {}), tuple(collect), timeout_s)
+        result: GradeResult = await self._do("grade", {"grading": grading}, timeout_s + wire.CLIENT_MARGIN_S)
+        return result
+
+    def ticket(self) -> Ticket:
+        """Returns what opens this session alone: see SandboxClient.join. Raises Unsupported where there is no such thing."""
+        if not self._backend.can.tokens or not self._seat.token:
+            raise Unsupported(self._backend.name, "token of one session")
+        seat = self._seat
+        return Ticket(seat.endpoint.url, self.key, seat.id, seat.token, seat.level, seat.seq)
 
     async def snapshot(self) -> Snapshot:
         """Returns this point as the beginning of other sessions. Raises Unsupported where neither way is open."""
@@ -303,7 +362,7 @@ class Session:
                         raise
                     await self._rebuild(call)
                 else:
-                    if self._journal is not None and operation not in ("read_file", "snapshot", "branch"):
+                    if self._journal is not None and operation not in _READING:
                         self._journal.record(operation, arguments, result)
                     return result
         raise AssertionError("the last attempt returns or raises")
@@ -312,6 +371,11 @@ class Session:
         seat = self._seat
         try:
             return await getattr(self._backend, operation)(call, seat, **arguments)
+        except RequestRefused as refusal:
+            forgotten = self._joined and refusal.code == "unauthorized" and operation != "grade"
+            if forgotten:  # a server that has forgotten a session has forgotten its token too
+                raise call.lost("its token opens it no more") from None
+            raise
         except (asyncio.CancelledError, wire.Unknown, wire.Cancelled):
             if call.count and type(self._backend).abandon is not Backend.abandon:
                 left = Call(self._caller, f"abandoning session {self.key}", _CLOSE_S, endpoint=seat.endpoint)
