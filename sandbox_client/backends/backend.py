@@ -32,6 +32,7 @@ class Abilities:
     sessions: bool = False
     exec: bool = False  # programs in a session
     call: bool = False  # named functions in a session
+    functions: bool = False  # which modules of the operator's bring
     read_file: bool = False
     write_file: bool = False
     snapshot: bool = False

@@ -26,6 +26,7 @@ class V1(Backend):
         sessions=True,
         exec=True,
         call=True,
+        functions=True,
         read_file=True,
         write_file=True,
         branch=True,
