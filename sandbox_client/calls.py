@@ -66,6 +66,9 @@ class Call:
         self.caller, self.what, self.route, self.endpoint = caller, what, route, endpoint
         self.id = secrets.token_hex(8)
         self.deadline = time.monotonic() + timeout_s
+        self._timeout_s = timeout_s
+        self.movable = False  # it gives an endpoint up that stays out of reach, so that it can be made again at another
+        self.avoided: list[Endpoint] = []  # given up
         self.count = self.asks = 0
         self.sent = False
         self.answered_by: Endpoint | None = None
@@ -75,6 +78,11 @@ class Call:
     @property
     def left_s(self) -> float:
         return self.deadline - time.monotonic()
+
+    @property
+    def late(self) -> bool:
+        """Whether more than half of its time is over."""
+        return self.left_s < self._timeout_s / 2
 
     @property
     def attempts(self) -> int:
@@ -219,6 +227,19 @@ class Caller:
             self._transport = self._make_transport(self._max_connections)
         return self._transport
 
+    def _leaves(self, call: Call, endpoint: Endpoint, tried: Sequence[Endpoint]) -> bool:
+        """Gives `endpoint` up for a call that can move, where it stays out of reach and another server does not."""
+        others = [one for one in self.endpoints if one is not endpoint and one not in call.avoided]
+        if not call.movable or not any(one.breaker.admits_in_s() == 0 for one in others):
+            return False
+        away = endpoint.breaker.admits_in_s() > 0
+        if away and not call.count:
+            call.last = Unreachable, f"{endpoint.url} does not answer"
+        if away or (call.late and endpoint in tried and call.last[0] is Unreachable):
+            call.avoided.append(endpoint)
+            return True
+        return False
+
     def repeatable(self, request: Request, endpoint: Endpoint | None) -> bool:
         """Returns whether a request that may have begun at `endpoint` may be sent there again."""
         if request.safety is Safety.KEYED:
@@ -241,9 +262,11 @@ class Caller:
             await self.ask(call, Request("DELETE", request.fate, answer_s=_TAKE_BACK_S / 2))
 
     async def _asked(self, call: Call, request: Request) -> Reply:
-        wait_s, tried, more = _BACKOFF_S, list[Endpoint](), -1
+        wait_s, tried, more = _BACKOFF_S, list(call.avoided), -1
         while call.left_s > 0 and more != 0:
             endpoint = call.endpoint or choose(call.route, self.endpoints, tried)
+            if self._leaves(call, endpoint, tried):
+                break
             least_s = endpoint.breaker.admits_in_s()
             if least_s == 0:
                 # where the request may have arrived, the server is asked about it and not to carry it out
@@ -398,9 +421,11 @@ class Caller:
 
     async def connect(self, call: Call, url: str, headers: dict[str, str], max_bytes: int) -> Socket:
         """Returns an open WebSocket to the endpoint of `call`, trying until the deadline."""
-        wait_s, tried = _BACKOFF_S, list[Endpoint]()
+        wait_s, tried = _BACKOFF_S, list(call.avoided)
         while call.left_s > 0:
             endpoint = call.endpoint or choose(call.route, self.endpoints, tried)
+            if self._leaves(call, endpoint, tried):
+                break
             pause_s = endpoint.breaker.admits_in_s()
             if pause_s == 0:
                 tried.append(endpoint)

@@ -23,7 +23,17 @@ from .journal import Journal, digest
 from .limits import affordable_connections
 from .tokens import Provider, Token
 from .transport import AiohttpTransport, Transport
-from .wire import CallResult, ExecResult, GradeResult, InfrastructureError, Overloaded, RequestRefused, SessionLost
+from .wire import (
+    CallResult,
+    ExecResult,
+    GradeResult,
+    InfrastructureError,
+    Overloaded,
+    RequestRefused,
+    SessionLost,
+    Unknown,
+    Unreachable,
+)
 
 T = TypeVar("T")
 Work = Callable[[Call, Seat], Awaitable[T]]
@@ -110,7 +120,7 @@ class SandboxClient:
           functions: a module that the operator registered with --functions
           options: what its session_functions gets, or what the adapter makes of them
           replayable: all that will be done in it gives the same when it is done again: a session that the
-            infrastructure loses is then built anew, step by step
+            infrastructure loses, or whose server stays out of reach while another is there, is then built anew, step by step
           snapshot: where it begins, from another session's snapshot()
           branching: it will be branched from, for which our own server must know at its birth
           imports: a set of modules that it has from its beginning, such as "numpy,scipy"; the operator registered it with
@@ -214,6 +224,7 @@ class Session:
         self._turn = asyncio.Lock()
         self._joined = joined
         self._births = 0
+        self._whole = True  # no replay has stopped half-way
         self.rebuilt = 0  # how often it was lost and built anew
 
     @property
@@ -354,13 +365,20 @@ class Session:
         async with self._caller.running(call), self._in_turn(call):
             call.endpoint = self._seat.endpoint  # the session may have moved while this waited
             for attempt in range(_REBUILDS + 1):
+                if not self._whole:
+                    await self._rebuild(call)
+                steps = self._journal
+                call.movable = steps is not None and not steps.overflown and attempt < _REBUILDS
                 try:
                     result = await self._perform(call, operation, arguments)
                 except SessionLost as loss:
-                    steps = self._journal
-                    if steps is None or steps.overflown or loss.caused_by_program or attempt == _REBUILDS:
+                    if not call.movable or loss.caused_by_program:
                         raise
                     await self._rebuild(call)
+                except (Unreachable, Unknown):
+                    if self._seat.endpoint not in call.avoided:
+                        raise
+                    await self._move(call)
                 else:
                     if self._journal is not None and operation not in _READING:
                         self._journal.record(operation, arguments, result)
@@ -384,11 +402,18 @@ class Session:
 
     async def _rebuild(self, call: Call) -> None:
         """Builds the lost session anew, at any server. Raises SessionLost when it does not become what it was."""
-        call.endpoint = None
+        call.endpoint, call.movable, self._whole = None, False, False
         await self._reopen(call)
         await self._replay(call)
+        self._whole = True
         self.rebuilt += 1
         self._caller.counts["rebuilt"] += 1
+
+    async def _move(self, call: Call) -> None:
+        """Builds the session anew at another server, its own being out of reach; what is left there is ended if it can be."""
+        left = Call(self._caller, f"leaving session {self.key}", _CLOSE_S, endpoint=self._seat.endpoint)
+        self._caller.loose(self._backend.close(left, self._seat))
+        await self._rebuild(call)
 
     async def _reopen(self, call: Call) -> None:
         self._births += 1
