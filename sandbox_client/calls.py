@@ -277,11 +277,13 @@ class Caller:
                 except _NotNow:
                     continue
                 if isinstance(verdict, Reply):
-                    if attempt is request or verdict.status == 200:
+                    if attempt is request:
+                        return verdict  # a hedge may have given it: then `endpoint` still owes its own
+                    if verdict.status != 202:
                         call.unanswered.discard(endpoint)
+                    if verdict.status == 200:
                         return verdict
                     if verdict.status == 404:  # it never came
-                        call.unanswered.discard(endpoint)
                         continue
                     verdict, wait_s = Again(Unknown, "it is still being carried out"), min(wait_s, _ASK_S)
                 tried.append(endpoint)

@@ -1,16 +1,20 @@
 """A call and its server afterwards: whose reply it is, what became of it, and that what nobody waits for is ended."""
 
 import asyncio
+import dataclasses
+import secrets
 import time
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import ask, raw
 from launching import Running
 
-from sandbox_client import AiohttpTransport, Outcome, Program, Reply, Request, SandboxClient, Unknown, wire
+from sandbox_client import AiohttpTransport, EmbeddedServer, Outcome, Program, Reply, Request, SandboxClient, Unknown, wire
 from sandbox_client.calls import Call
+from sandbox_client.endpoints import ranked
 from sandbox_client.transport import ReplyLost
 
 
@@ -194,3 +198,45 @@ async def _until_programs_run(running: Running, count: int) -> None:
             return
         await asyncio.sleep(0.02)
     raise AssertionError(f"not {count} programs within ten seconds")
+
+
+class Uneven(AiohttpTransport):
+    """Makes the program endless at one server."""
+
+    endless_at = "nowhere"
+
+    async def send(self, request: Request, url: str, headers: dict[str, str], timeout_s: float) -> Reply:
+        if url.startswith(self.endless_at):
+            request = dataclasses.replace(request, body=request.body.replace(b"print(1)", b"while 1: 0"))
+        return await super().send(request, url, headers, timeout_s)
+
+
+def test_a_hedge_s_loser_is_ended_at_its_server(place: Path) -> None:
+    async def hedge(one: EmbeddedServer, two: EmbeddedServer) -> None:
+        made: list[Uneven] = []
+
+        def make(most: int) -> Uneven:
+            made.append(Uneven(most))
+            return made[0]
+
+        async with SandboxClient([one.url, two.url], one.token, make_transport=make) as client:
+            keys = [secrets.token_hex(8) for _ in range(40)]
+            endpoints = client._caller.endpoints
+            mine = [key for key in keys if ranked(key, endpoints)[0].url == one.url]
+            for key in [next(key for key in keys if key not in mine), *mine[:2]]:  # both servers are known by now
+                await client.run(Program("print(1)", pure=True, key=f"{key}"), "tool")
+            made[0].endless_at = one.url
+            client._caller.hedges.calls = 1000
+            for _ in range(60):
+                client._caller.hedges.answered(0.2)
+            result = await client.run(Program("print(1)", pure=True, key=mine[2], timeout_s=60.0), "tool")
+            assert (result.stdout, client.metrics()["client/hedges"]) == ("1\n", 1.0)
+            await _until_programs_run(Running(None, {"url": one.url}, one.token), 0)  # type: ignore[arg-type]
+
+    with (
+        EmbeddedServer(code="auto", token_file=place / "token") as one,
+        EmbeddedServer(code="auto", token_file=place / "token") as two,
+    ):
+        if one.level < "L1":
+            pytest.skip("no jail here")
+        asyncio.run(hedge(one, two))
