@@ -412,8 +412,9 @@ class Caller:
             if request.safety is Safety.PURE:
                 self.hedges.answered(seconds)
         endpoint.remembers = endpoint.remembers or wire.WIRE_HEADER in reply.headers
-        told = reply.headers.get(wire.WIRE_HEADER, "")
-        endpoint.tells = endpoint.tells or (told.isdigit() and int(told) >= 2)
+        if not endpoint.tells:
+            told = reply.headers.get(wire.WIRE_HEADER, "")
+            endpoint.tells = told.isdigit() and int(told) >= wire.WIRE_TELLS
         echoed = wire.CALL_ID in reply.headers or wire.CALL_ID.lower() in reply.headers
         if endpoint.echoes and not echoed and reply.status < 300:
             raise BadReply(f"a reply without {wire.CALL_ID} from a server that sends it")
