@@ -446,11 +446,11 @@ class Session:
 
 
 def shortened(result: ExecResult, max_bytes: int | None) -> ExecResult:
-    """Returns `result` with each stream cut in its middle to `max_bytes`, where the server has not done so itself."""
-    if max_bytes is None:
+    """Returns `result` with each stream cut in its middle to `max_bytes`, where the server has not done so itself.
+
+    What a server has cut is left as it is: the gap's own note is not output, and may be longer than what was asked for.
+    """
+    if max_bytes is None or result.dropped_bytes:
         return result
     (stdout, dropped), (stderr, dropped_too) = wire.shorten(result.stdout, max_bytes), wire.shorten(result.stderr, max_bytes)
-    if not dropped + dropped_too:
-        return result
-    total = result.dropped_bytes + dropped + dropped_too
-    return dataclasses.replace(result, stdout=stdout, stderr=stderr, dropped_bytes=total)
+    return dataclasses.replace(result, stdout=stdout, stderr=stderr, dropped_bytes=dropped + dropped_too)

@@ -162,7 +162,8 @@ class _Keeper:
         self._work: Callable[[], subprocess.Popen[bytes]] | None = None
         self._result: list[subprocess.Popen[bytes] | OSError] = []
         self._asked, self._answered = threading.Semaphore(0), threading.Semaphore(0)
-        threading.Thread(target=self._keep, daemon=True, name="sandbox-server").start()
+        self._thread = threading.Thread(target=self._keep, daemon=True, name="sandbox-server")
+        self._thread.start()
 
     def run(self, work: "Callable[[], subprocess.Popen[bytes]]") -> "subprocess.Popen[bytes]":
         self._work = work
@@ -176,6 +177,7 @@ class _Keeper:
     def stop(self) -> None:
         self._work = None
         self._asked.release()
+        self._thread.join()
 
     def _keep(self) -> None:
         while self._asked.acquire() and self._work:

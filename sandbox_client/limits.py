@@ -6,14 +6,15 @@ import asyncio
 import contextlib
 import logging
 import os
-import sys
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from typing import Protocol
 
-if sys.platform != "win32":
+try:
     import resource
+except ModuleNotFoundError:  # Windows has none
+    resource = None  # type: ignore[assignment]
 
 _SPARED_FILES = 64  # descriptors left to everything else in the process
 _SHRINK = 0.7
@@ -122,7 +123,7 @@ def open_files() -> int:
 
 def affordable_connections(wanted: int, count: Gauge = open_files) -> int:
     """Returns `wanted`, or as many connections as the limit of open files leaves room for. Raises OSError for none."""
-    if sys.platform == "win32":
+    if resource is None:
         return wanted
     most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if most == resource.RLIM_INFINITY:

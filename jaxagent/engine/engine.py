@@ -114,7 +114,7 @@ class Engine:
             top_logprobs=o.top_logprobs,
         )
         self._lengths = used_lengths(o.chunk, o.slot_tokens)
-        self._widths = sorted({-(-o.slots // parts) for parts in (1, 2, 4)})
+        self._widths = sorted({-(-o.slots // parts) for parts in (1, 4)})
         self._cache = mesh.place(new_cache(config, o.slots, o.slot_tokens, dtype), (None, "kv_heads"))
         sizes = ControlSizes(**{name: getattr(o, name) for name in ControlSizes.__annotations__})
         self.controls = ControlTable(sizes, config.vocab_size, mesh, vocabulary)

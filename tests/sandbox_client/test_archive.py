@@ -3,6 +3,7 @@
 import asyncio
 import io
 import tarfile
+import time
 import zipfile
 from typing import Any
 
@@ -48,7 +49,7 @@ ZEROS = {f"zeros{number}": bytes(1 << 20) for number in range(30)}
 )
 def test_an_archive_is_unpacked_where_it_is_wanted(server: Running, make: Any) -> None:
     async def send() -> None:
-        _, opened, _ = await raw(server, "POST", "/v1/sessions", {"key": f"archive-{id(make)}"})
+        _, opened, _ = await raw(server, "POST", "/v1/sessions", {"key": f"archive-{time.monotonic_ns()}"})
         path = f"/v1/sessions/{opened['session']}"
         files = {"a.txt": b"one", "deep/er/b.bin": bytes(range(256)), "empty": b""}
         for place, prefix in (("", ""), ("/src", "src/")):
@@ -86,7 +87,7 @@ def test_an_archive_is_unpacked_where_it_is_wanted(server: Running, make: Any) -
 )
 def test_a_bomb_or_a_liar_is_refused_and_the_session_lives(server: Running, data: bytes, told: str) -> None:
     async def send() -> None:
-        _, opened, _ = await raw(server, "POST", "/v1/sessions", {"key": f"bomb-{id(data)}"})
+        _, opened, _ = await raw(server, "POST", "/v1/sessions", {"key": f"bomb-{time.monotonic_ns()}"})
         path = f"/v1/sessions/{opened['session']}"
         status, reply, _ = await raw(server, "PUT", f"{path}/archive", data)
         assert (status, reply["error"]["code"]) == (422, "archive_refused")

@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import time
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ class Graded:
     async def open(self, **files: str) -> "Graded":
         if not self.running.ready["code"]:
             pytest.skip(f"no jail here: {self.running.ready['reason']}")
-        _, reply, _ = await raw(self.running, "POST", "/v1/sessions", {"key": f"graded-{id(self)}"})
+        _, reply, _ = await raw(self.running, "POST", "/v1/sessions", {"key": f"graded-{time.monotonic_ns()}"})
         self.path, self.token = f"/v1/sessions/{reply['session']}", reply["token"]
         for name, content in files.items():
             await raw(self.running, "PUT", f"{self.path}/files/{name.replace('__', '.')}", content.encode())
