@@ -173,9 +173,10 @@ def get_config(arg: str = "") -> ConfigDict:
     c.checkpoint.keep = 2
 
     c.sandbox = ConfigDict()
-    c.sandbox.url = ""  # of a running server; empty starts the embedded one
-    c.sandbox.token_file = ""  # its bearer token; needed with a url
+    # of a running server, of several by commas, or a fleet file (launch/fleets/*.toml); empty starts the embedded one
+    c.sandbox.url = ""
+    c.sandbox.token_file = ""  # the bearer token; needed with URLs, while a fleet file names its own
     c.sandbox.code = "auto"  # embedded server: auto, require or off; see sandbox-server --help
     c.sandbox.min_isolation = "L2"  # embedded server: weakest level at which code may run
-    c.sandbox.timeout_s = 30.0  # of a request, retries included
+    c.sandbox.timeout_s = 30.0  # of a request, retries included, unless a fleet file says another
     return c

@@ -220,10 +220,34 @@ def _rule_faults(c: ConfigDict) -> Iterator[str]:
             f"train.steps={c.train.steps} must be a multiple of finetune.rounds={c.finetune.rounds} times the "
             f"{max(1, len(c.finetune.threshold))} thresholds: every phase gets its share of the steps"
         )
-    if c.sandbox.url and not c.sandbox.token_file:
-        yield "sandbox.url needs sandbox.token_file, the file with the server's bearer token"
+    yield from _sandbox_faults(c)
     if c.sandbox.code not in ("auto", "require", "off"):
         yield f"sandbox.code must be auto, require or off, got {c.sandbox.code!r}"
+
+
+def servers_of(url: str) -> list[str]:
+    """The addresses, or the one fleet file, that `sandbox.url` names."""
+    return [name.strip().rstrip("/") for name in url.split(",") if name.strip()]
+
+
+def is_fleet(url: str) -> bool:
+    """Whether `sandbox.url` names a fleet file, which says of its servers what is to be said."""
+    return any(name.endswith(".toml") and "://" not in name for name in servers_of(url))
+
+
+def _sandbox_faults(c: ConfigDict) -> Iterator[str]:
+    names = servers_of(c.sandbox.url)
+    if is_fleet(c.sandbox.url):
+        if len(names) > 1:
+            yield f"sandbox.url must be one fleet file or the URLs of servers, got {c.sandbox.url!r}: list all in the file"
+        return
+    if names and not c.sandbox.token_file:
+        yield "sandbox.url needs sandbox.token_file, the file with the server's bearer token"
+    for name in names:
+        if not name.startswith(("http://", "https://")):
+            yield f"sandbox.url must be URLs, by commas, or one fleet file (*.toml), got {name!r}"
+    if len(set(names)) < len(names):
+        yield f"sandbox.url must name each server once, got {c.sandbox.url!r}"
 
 
 def algorithm_of(c: ConfigDict) -> Algorithm | None:
@@ -286,7 +310,10 @@ def _inert(c: ConfigDict) -> Iterator[tuple[str, str]]:
         "reward.": (offline, nothing),
         "alarms.limits.kl": (bool(mode), tuned),
         "alarms.limits.": (offline, nothing),
-        "sandbox.token_file": (not remote, "the embedded server makes its own token"),
+        "sandbox.token_file": (
+            not remote or is_fleet(c.sandbox.url),
+            "the fleet file names its servers' token" if remote else "the embedded server makes its own token",
+        ),
         "sandbox.code": (remote, "sandbox.url names a server that has its own rules"),
         "sandbox.min_isolation": (remote, "sandbox.url names a server that has its own rules"),
     }

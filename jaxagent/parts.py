@@ -50,7 +50,10 @@ from sandbox_client import (
     RequestRefused,
     SandboxClient,
     SandboxStartError,
+    Unsupported,
 )
+from sandbox_client.fleet import Fleet
+from sandbox_client.fleet import read as read_fleet
 
 READY_S = 10.0  # for which a given sandbox server is asked whether it is there
 
@@ -118,18 +121,19 @@ def use_devices(config: ConfigDict) -> None:
 
 
 class Sandbox:
-    """The sandbox of a run: a server that is given, or the embedded one, which is started again when it dies."""
+    """The sandbox of a run: servers that are given, or the embedded one, which is started again when it dies."""
 
     def __init__(self, config: ConfigDict, world: envs.World, log: Path | None):
-        """Raises ValueError for a given server that is not there or not fit, SandboxStartError for the embedded one."""
+        """Raises ValueError for given servers that are not there or not fit, SandboxStartError for the embedded one."""
         functions = (world.functions,) if world.functions else ()
         runs_code = getattr(world, "runs_code", False)
         self._timeout_s = config.timeout_s
+        self.silent: tuple[str, ...] = ()  # of several given servers, those that did not answer at the start
         self._server: EmbeddedServer | None = None
         self._stopped = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="sandbox-watch", daemon=True)
         if config.url:
-            self.url, self.token = config.url, read_token(config.token_file)
+            self._fleet = fleet_of(config)
             self._ask(functions, runs_code)
             return
         if runs_code and config.code == "off":
@@ -137,43 +141,59 @@ class Sandbox:
         code = "require" if runs_code else config.code
         self._server = EmbeddedServer(functions, code=code, min_isolation=config.min_isolation, log_file=log)
         self._server.start()
-        self.url, self.token = self._server.url, self._server.token
+        self._fleet = Fleet((self._server.url,), {"token": self._server.token})
         self._watcher.start()
 
     def client(self) -> SandboxClient:
-        return SandboxClient(self.url, self.token, timeout_s=self._timeout_s)
+        return self._fleet.client(timeout_s=self._request_s)
+
+    @property
+    def _request_s(self) -> float:
+        """The time limit of a request: the fleet file's, where it says one."""
+        own: float = self._fleet.settings.get("timeout_s", self._timeout_s)
+        return own
 
     @property
     def description(self) -> str:
         if not self._server:
-            return f"sandbox {self.url}"
-        return f"embedded sandbox {self.url}, isolation {self._server.level}"
+            silent = f"; no answer from {', '.join(self.silent)}" if self.silent else ""
+            return f"sandbox {', '.join(self._fleet.urls)}{silent}"
+        return f"embedded sandbox {self._server.url}, isolation {self._server.level}"
 
     @property
     def restarts(self) -> int:
         return self._server.restarts() if self._server else 0
 
     def _ask(self, functions: tuple[str, ...], runs_code: bool) -> None:
-        """Asks a given server whether it is ready for this run: better now than in its first episode."""
+        """Asks every given server whether it is ready for this run: better now than in its first episode."""
+        _want_abilities(self._fleet, functions, runs_code)
 
-        async def ready() -> Readiness:
-            async with SandboxClient(self.url, self.token, timeout_s=min(self._timeout_s, READY_S)) as client:
-                return await client.ready()
+        most_s = min(self._request_s, READY_S)
 
-        try:
-            with ThreadPoolExecutor(1) as apart:  # in a notebook this thread has a loop of its own
-                found = apart.submit(asyncio.run, ready()).result()
-        except InfrastructureError as error:
-            raise ValueError(f"sandbox.url={self.url}: no sandbox server answers there: {error}") from None
-        except RequestRefused as error:
-            raise ValueError(f"sandbox.url={self.url}: the server refuses this run: {error} (sandbox.token_file)") from None
-        if missing := [name for name in functions if name not in found.functions]:
-            raise ValueError(
-                f"sandbox.url={self.url}: the server does not hold the functions of {missing[0]}, it holds "
-                f"{', '.join(found.functions) or 'none'}; start it with --functions={','.join(functions)}"
-            )
-        if runs_code and not found.code:
-            raise ValueError(f"sandbox.url={self.url}: the server runs no programs: {found.reason}. {found.remedy or ''}")
+        async def ready(client: SandboxClient) -> Readiness | Exception | None:
+            async with client:
+                try:
+                    return await client.ready()
+                except Unsupported:
+                    return None  # a service that cannot be asked
+                except (InfrastructureError, RequestRefused) as error:
+                    return error
+
+        async def all_ready() -> list[Readiness | Exception | None]:
+            return await asyncio.gather(*(ready(client) for client in self._fleet.each(timeout_s=most_s)))
+
+        with ThreadPoolExecutor(1) as apart:  # in a notebook this thread has a loop of its own
+            answers = dict(zip(self._fleet.urls, apart.submit(asyncio.run, all_ready()).result(), strict=True))
+        silent = {url: answer for url, answer in answers.items() if isinstance(answer, InfrastructureError)}
+        if len(silent) == len(answers):
+            url, error = next(iter(silent.items()))
+            raise ValueError(f"sandbox.url={url}: no sandbox server answers there: {error}") from None
+        self.silent = tuple(silent)
+        for url, answer in answers.items():
+            if isinstance(answer, RequestRefused):
+                raise ValueError(f"sandbox.url={url}: the server refuses this run: {answer} (sandbox.token_file)")
+            if isinstance(answer, Readiness):
+                _want_ready(url, answer, functions, runs_code)
 
     def _watch(self) -> None:
         while not self._stopped.wait(0.2):
@@ -186,6 +206,37 @@ class Sandbox:
         if self._server:
             self._watcher.join()  # it must not start again what is stopped here
             self._server.stop()
+
+
+def _want_ready(url: str, found: Readiness, functions: tuple[str, ...], runs_code: bool) -> None:
+    """Raises ValueError where a server lacks what the world needs."""
+    if missing := [name for name in functions if name not in found.functions]:
+        raise ValueError(
+            f"sandbox.url={url}: the server does not hold the functions of {missing[0]}, it holds "
+            f"{', '.join(found.functions) or 'none'}; start it with --functions={','.join(functions)}"
+        )
+    if runs_code and not found.code:
+        raise ValueError(f"sandbox.url={url}: the server runs no programs: {found.reason}. {found.remedy or ''}")
+
+
+def _want_abilities(fleet: Fleet, functions: tuple[str, ...], runs_code: bool) -> None:
+    """Raises ValueError where the service of a fleet has not what the world needs."""
+    backend = fleet.make_backend()
+    wanted = {"sessions": bool(functions) or runs_code, "functions": bool(functions), "exec": runs_code}
+    if missing := [name for name, needed in wanted.items() if needed and not getattr(backend.can, name)]:
+        raise ValueError(
+            f"sandbox.url={fleet.urls[0]}: {backend.name} has no {missing[0]}, which this world needs: choose another backend"
+        )
+
+
+def fleet_of(config: ConfigDict) -> Fleet:
+    """The given servers of a sandbox section. Raises ValueError for a file that cannot be read or says something else."""
+    if not configs.is_fleet(config.url):
+        return Fleet(tuple(configs.servers_of(config.url)), {"token": read_token(config.token_file)})
+    try:
+        return read_fleet(config.url.strip())
+    except ValueError as error:
+        raise ValueError(f"sandbox.url={error}") from None
 
 
 def read_token(path: str) -> str:

@@ -6,7 +6,7 @@ Imports nothing of jaxagent's and no JAX; it could be published alone.
 from .backends.backend import Abilities, Backend, Program, Unsupported
 from .blocking import BlockingClient, BlockingSession
 from .cache import PureCache
-from .client import SandboxClient, Session, Snapshot
+from .client import SandboxClient, Session, Snapshot, Ticket
 from .embedded import EmbeddedServer
 from .transport import AiohttpTransport, Reply, Request, Safety, Transport
 from .wire import (
@@ -14,6 +14,7 @@ from .wire import (
     Cancelled,
     CodeRefused,
     ExecResult,
+    GradeResult,
     InfrastructureError,
     Outcome,
     Overloaded,
@@ -37,6 +38,7 @@ __all__ = [
     "CodeRefused",
     "EmbeddedServer",
     "ExecResult",
+    "GradeResult",
     "InfrastructureError",
     "Outcome",
     "Overloaded",
@@ -53,6 +55,7 @@ __all__ = [
     "Session",
     "SessionLost",
     "Snapshot",
+    "Ticket",
     "Transport",
     "Unknown",
     "Unreachable",

@@ -10,6 +10,10 @@ No framework stands between the socket and a call: at hundreds of calls a second
     GET, PUT /v1/sessions/{id}/files/{path}         one file
     PUT  /v1/sessions/{id}/archive[/{path}]         a zip or tar, unpacked
     DELETE /v1/sessions/{id}
+    GET, DELETE /v1/exec/{key}                      what became of a keyed /run_code: its reply, 202, 404; its end
+    GET, DELETE /v1/sessions/{id}/exec/{seq}        the same of a numbered operation, ended only where it has not begun
+
+Every reply repeats the request's X-Call-Id.
 """
 
 import asyncio
@@ -35,7 +39,9 @@ Send = Callable[[dict[str, Any]], Awaitable[None]]
 
 _IN_SESSIONS = ("python", "bash")
 _JSON = (b"content-type", b"application/json")
-_WIRE = (wire.WIRE_HEADER.encode(), b"1")
+_WIRE = (wire.WIRE_HEADER.encode(), b"%d" % wire.WIRE_VERSION)
+_CALL_ID = wire.CALL_ID.lower().encode()
+_CALL_ID_MAX = 128
 _OK = (200, b"application/json")
 _HEARD_OUT = 16  # times its limit, a body that is too large is still read and dropped
 
@@ -57,6 +63,16 @@ def _wrong(message: str) -> Refused:
     return Refused(400, "bad_request", message)
 
 
+def told(reply: bytes | None) -> tuple[int, bytes, bytes]:
+    """Returns what became of a call as HTTP says it: the reply that it had, or 202 while it is carried out."""
+    return (*_OK, reply) if reply is not None else (202, b"application/json", b'{"state":"running"}')
+
+
+def ended(state: str) -> tuple[int, bytes, bytes]:
+    """Returns what taking a call back has led to: cancelled, running (it goes on) or done."""
+    return (*_OK, wire.encode({"state": state}))
+
+
 class _Request:
     """One request's headers, checked, and its body on demand."""
 
@@ -67,6 +83,7 @@ class _Request:
         self.authorization = self.host = b""
         self.origin: bytes | None = None
         self.deadline: float | None = None
+        self.call_id = b""
         for name, value in scope["headers"]:
             if name == b"authorization":
                 self.authorization = value
@@ -74,6 +91,8 @@ class _Request:
                 self.host = value
             elif name == b"origin":
                 self.origin = value
+            elif name == _CALL_ID:
+                self.call_id = value[:_CALL_ID_MAX]
             elif name == b"x-deadline-ms" and value.isdigit():
                 self.deadline = asyncio.get_running_loop().time() + min(int(value), 3_600_000) / 1000
 
@@ -121,8 +140,8 @@ class App:
         if scope["type"] != "http":
             return
         extra: list[tuple[bytes, bytes]] = []
+        request = _Request(scope, receive)
         try:
-            request = _Request(scope, receive)
             status, kind, body = await self._answer(request)
         except Refused as refusal:
             status, kind, body = refusal.status, b"application/json", wire.encode(refusal.body)
@@ -134,6 +153,8 @@ class App:
         except ValueError as problem:
             refusal = _wrong(str(problem))
             status, kind, body = refusal.status, b"application/json", wire.encode(refusal.body)
+        if request.call_id:
+            extra.append((_CALL_ID, request.call_id))
         headers = [(b"content-type", kind), (b"content-length", b"%d" % len(body)), _WIRE, *extra]
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": body})
@@ -162,6 +183,9 @@ class App:
 
     async def _on_server(self, request: _Request) -> tuple[int, bytes, bytes]:
         route = request.method, request.path
+        if request.path.startswith("/v1/exec/") and request.method in ("GET", "DELETE"):
+            key = request.path.removeprefix("/v1/exec/")
+            return told(self._runs.fate(key)) if request.method == "GET" else ended(self._runs.end(key))
         if route == ("POST", "/run_code"):
             head = wire.decode(await request.body())
             key = wire.take(head, "key", str, type(None))
@@ -171,7 +195,7 @@ class App:
             return (*_OK, wire.encode(self._readiness()))
         if route == ("GET", "/metrics"):
             gauges: dict[str, float] = {"sessions": len(self._sessions), "up_seconds": time.monotonic() - self._born}
-            gauges["tasks"] = len(asyncio.all_tasks())
+            gauges |= {"tasks": len(asyncio.all_tasks()), "programs_running": self._gate.inside}
             if self._pools:
                 gauges |= self._pools.gauges()
             return 200, b"text/plain; version=0.0.4", self._metrics.text(self._policy.level, gauges).encode()
@@ -220,6 +244,11 @@ class App:
         if action == ("DELETE", "", 4):
             self._sessions.close(parts[3])
             return (*_OK, b"{}")
+        if action[1:] == ("exec", 6) and request.method in ("GET", "DELETE"):
+            if not parts[5].isdigit():
+                raise _wrong(f"wanted the number of an operation, got {parts[5]!r}")
+            session, seq = self._sessions.find(parts[3]), int(parts[5])
+            return told(session.fate(seq)) if request.method == "GET" else ended(session.drop(seq))
         if action in (("PUT", "archive", 5), ("PUT", "archive", 6)):
             return await self._archive(request, [*parts, ""][5])
         if action[1:] == ("files", 6) and request.method in ("GET", "PUT"):

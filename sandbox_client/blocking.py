@@ -10,8 +10,8 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from . import wire
-from .client import SandboxClient, Session, Snapshot
-from .wire import CallResult, ExecResult
+from .client import SandboxClient, Session, Snapshot, Ticket
+from .wire import CallResult, ExecResult, GradeResult
 
 T = TypeVar("T")
 
@@ -59,6 +59,10 @@ class BlockingClient:
         """Returns the session of `key`; see SandboxClient.open_session."""
         return BlockingSession(self._loop, self._loop.run(self._client.open_session(key, *arguments, **options)))
 
+    def join(self, ticket: Ticket) -> "BlockingSession":
+        """Returns the session that another process has handed over; see SandboxClient.join."""
+        return BlockingSession(self._loop, self._client.join(ticket))
+
     def ready(self) -> wire.Readiness:
         """Returns what the server is and what it lacks."""
         return self._loop.run(self._client.ready())
@@ -102,6 +106,14 @@ class BlockingSession:
     def read_file(self, path: str) -> bytes:
         """Returns a file's content."""
         return self._loop.run(self._session.read_file(path))
+
+    def grade(self, code: str, *arguments: Any, **options: Any) -> GradeResult:
+        """Judges the session's files; see Session.grade."""
+        return self._loop.run(self._session.grade(code, *arguments, **options))
+
+    def ticket(self) -> Ticket:
+        """Returns what opens this session alone."""
+        return self._session.ticket()
 
     def snapshot(self) -> Snapshot:
         """Returns this point as the beginning of other sessions."""

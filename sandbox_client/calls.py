@@ -19,7 +19,7 @@ from .breaker import Hedges
 from .endpoints import Endpoint, choose
 from .limits import Window
 from .tokens import Token
-from .transport import CALL_ID, BadReply, NotSent, Reply, ReplyLost, Request, Safety, Socket, Transport
+from .transport import BadReply, NotSent, Reply, ReplyLost, Request, Safety, Socket, Transport
 from .wire import (
     Cancelled,
     CodeRefused,
@@ -37,6 +37,8 @@ T = TypeVar("T")
 _BACKOFF_S, _BACKOFF_MAX_S = 0.05, 2.0
 _BUSY_S, _BUSY_TIMES = 0.25, 4
 _CONNECT_S = 5.0
+_TAKE_BACK_S = 2.0
+_ASK_S = 0.25  # at most between two questions after a call that is being carried out
 _NO_WINDOW = contextlib.nullcontext()  # one endpoint's own window is as wide
 
 
@@ -64,14 +66,23 @@ class Call:
         self.caller, self.what, self.route, self.endpoint = caller, what, route, endpoint
         self.id = secrets.token_hex(8)
         self.deadline = time.monotonic() + timeout_s
+        self._timeout_s = timeout_s
+        self.movable = False  # it gives an endpoint up that stays out of reach, so that it can be made again at another
+        self.avoided: list[Endpoint] = []  # given up
         self.count = self.asks = 0
         self.sent = False
         self.answered_by: Endpoint | None = None
+        self.unanswered: set[Endpoint] = set()  # where the request under way may be, with nobody waiting for it
         self.last: tuple[type[InfrastructureError], str] = (Unreachable, "the deadline passed before the first attempt")
 
     @property
     def left_s(self) -> float:
         return self.deadline - time.monotonic()
+
+    @property
+    def late(self) -> bool:
+        """Whether more than half of its time is over."""
+        return self.left_s < self._timeout_s / 2
 
     @property
     def attempts(self) -> int:
@@ -216,6 +227,19 @@ class Caller:
             self._transport = self._make_transport(self._max_connections)
         return self._transport
 
+    def _leaves(self, call: Call, endpoint: Endpoint, tried: Sequence[Endpoint]) -> bool:
+        """Gives `endpoint` up for a call that can move, where it stays out of reach and another server does not."""
+        others = [one for one in self.endpoints if one is not endpoint and one not in call.avoided]
+        if not call.movable or not any(one.breaker.admits_in_s() == 0 for one in others):
+            return False
+        away = endpoint.breaker.admits_in_s() > 0
+        if away and not call.count:
+            call.last = Unreachable, f"{endpoint.url} does not answer"
+        if away or (call.late and endpoint in tried and call.last[0] is Unreachable):
+            call.avoided.append(endpoint)
+            return True
+        return False
+
     def repeatable(self, request: Request, endpoint: Endpoint | None) -> bool:
         """Returns whether a request that may have begun at `endpoint` may be sent there again."""
         if request.safety is Safety.KEYED:
@@ -223,18 +247,45 @@ class Caller:
         return request.safety is not Safety.ONCE
 
     async def ask(self, call: Call, request: Request) -> Reply:
-        """Returns a reply that the judge accepts, retrying until the deadline."""
-        wait_s, tried, more = _BACKOFF_S, list[Endpoint](), -1
+        """Returns a reply that the judge accepts, retrying until the deadline. What may go on unheeded is taken back."""
+        call.unanswered.clear()
+        try:
+            return await self._asked(call, request)
+        finally:
+            for endpoint in call.unanswered:
+                if request.fate and endpoint.tells:
+                    self.loose(self._take_back(request, endpoint))
+
+    async def _take_back(self, request: Request, endpoint: Endpoint) -> None:
+        call = Call(self, "taking back a call", _TAKE_BACK_S, endpoint=endpoint)
+        with contextlib.suppress(InfrastructureError, RequestRefused):
+            await self.ask(call, Request("DELETE", request.fate, answer_s=_TAKE_BACK_S / 2))
+
+    async def _asked(self, call: Call, request: Request) -> Reply:
+        wait_s, tried, more = _BACKOFF_S, list(call.avoided), -1
         while call.left_s > 0 and more != 0:
             endpoint = call.endpoint or choose(call.route, self.endpoints, tried)
+            if self._leaves(call, endpoint, tried):
+                break
             least_s = endpoint.breaker.admits_in_s()
             if least_s == 0:
+                # where the request may have arrived, the server is asked about it and not to carry it out
+                doubted = endpoint in call.unanswered and endpoint.tells and request.fate
+                attempt = request.inquiry() if doubted else request
                 try:
-                    verdict = await self._tried(call, request, endpoint)
+                    verdict = await self._tried(call, attempt, endpoint)
                 except _NotNow:
                     continue
                 if isinstance(verdict, Reply):
-                    return verdict
+                    if attempt is request:
+                        return verdict  # a hedge may have given it: then `endpoint` still owes its own
+                    if verdict.status != 202:
+                        call.unanswered.discard(endpoint)
+                    if verdict.status == 200:
+                        return verdict
+                    if verdict.status == 404:  # it never came
+                        continue
+                    verdict, wait_s = Again(Unknown, "it is still being carried out"), min(wait_s, _ASK_S)
                 tried.append(endpoint)
                 call.last, least_s = (verdict.kind, verdict.text), verdict.least_s
                 more = more - 1 if more > 0 else -1 if verdict.times is None else verdict.times
@@ -326,15 +377,26 @@ class Caller:
         self.counts["attempts"] += 1
         timeout_s = max(0.001, call.left_s)
         own = {} if request.own_credentials else self._headers(token)
-        headers = {**own, "X-Deadline-Ms": str(int(timeout_s * 1000)), CALL_ID: f"{call.id}.{call.count}", **request.headers}
+        headers = {
+            **own,
+            "X-Deadline-Ms": str(int(timeout_s * 1000)),
+            wire.CALL_ID: f"{call.id}.{call.count}",
+            **request.headers,
+        }
         url = request.url if "://" in request.url else endpoint.url + request.url
         if request.answer_s is not None and self.repeatable(request, endpoint):
             timeout_s = min(timeout_s, request.answer_s)
         breaker, window, start = endpoint.breaker, endpoint.window, time.monotonic()
         probe = breaker.begin()
+        if request.fate:
+            call.unanswered.add(endpoint)
         try:
             reply = await self._opened().send(request, url, headers, timeout_s)
-        except (NotSent, ReplyLost, BadReply):
+            if request.fate and reply.status not in wire.WRECKED:
+                call.unanswered.discard(endpoint)
+        except (NotSent, ReplyLost, BadReply) as error:
+            if isinstance(error, NotSent):
+                call.unanswered.discard(endpoint)
             breaker.failed(time.monotonic() - start)
             raise
         finally:
@@ -350,18 +412,23 @@ class Caller:
             if request.safety is Safety.PURE:
                 self.hedges.answered(seconds)
         endpoint.remembers = endpoint.remembers or wire.WIRE_HEADER in reply.headers
-        echoed = CALL_ID in reply.headers or CALL_ID.lower() in reply.headers
+        if not endpoint.tells:
+            told = reply.headers.get(wire.WIRE_HEADER, "")
+            endpoint.tells = told.isdigit() and int(told) >= wire.WIRE_TELLS
+        echoed = wire.CALL_ID in reply.headers or wire.CALL_ID.lower() in reply.headers
         if endpoint.echoes and not echoed and reply.status < 300:
-            raise BadReply(f"a reply without {CALL_ID} from a server that sends it")
+            raise BadReply(f"a reply without {wire.CALL_ID} from a server that sends it")
         endpoint.echoes = endpoint.echoes or echoed
         call.answered_by = endpoint
         return reply
 
     async def connect(self, call: Call, url: str, headers: dict[str, str], max_bytes: int) -> Socket:
         """Returns an open WebSocket to the endpoint of `call`, trying until the deadline."""
-        wait_s, tried = _BACKOFF_S, list[Endpoint]()
+        wait_s, tried = _BACKOFF_S, list(call.avoided)
         while call.left_s > 0:
             endpoint = call.endpoint or choose(call.route, self.endpoints, tried)
+            if self._leaves(call, endpoint, tried):
+                break
             pause_s = endpoint.breaker.admits_in_s()
             if pause_s == 0:
                 tried.append(endpoint)

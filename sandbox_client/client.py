@@ -9,12 +9,12 @@ import asyncio
 import contextlib
 import dataclasses
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, TypeVar
 
 from . import wire
-from .backends.backend import Backend, Opening, Program, Seat, Unsupported
+from .backends.backend import Backend, Grading, Opening, Program, Seat, Unsupported
 from .backends.v1 import V1
 from .cache import PureCache, key_of
 from .calls import Call, Caller
@@ -23,12 +23,23 @@ from .journal import Journal, digest
 from .limits import affordable_connections
 from .tokens import Provider, Token
 from .transport import AiohttpTransport, Transport
-from .wire import CallResult, ExecResult, InfrastructureError, Overloaded, SessionLost
+from .wire import (
+    CallResult,
+    ExecResult,
+    GradeResult,
+    InfrastructureError,
+    Overloaded,
+    RequestRefused,
+    SessionLost,
+    Unknown,
+    Unreachable,
+)
 
 T = TypeVar("T")
 Work = Callable[[Call, Seat], Awaitable[T]]
 
 _CLOSE_S = 5.0
+_READING = ("read_file", "snapshot", "branch", "grade")  # nothing of them need be done again in a session built anew
 _REBUILDS = 3  # of one session within one operation
 
 
@@ -39,6 +50,18 @@ class Snapshot:
     opening: Opening
     name: str | None
     journal: Journal | None
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """What opens one session and nothing else, to be handed to a process that shall have no more than that."""
+
+    url: str
+    key: str
+    id: str
+    token: str = field(repr=False)
+    level: str
+    seq: int  # of its last operation
 
 
 class SandboxClient:
@@ -88,6 +111,7 @@ class SandboxClient:
         replayable: bool = False,
         snapshot: Snapshot | None = None,
         branching: bool = False,
+        imports: str | None = None,
     ) -> "Session":
         """Returns the session of `key`; at our own server a repeated key is the same session while it lives.
 
@@ -96,11 +120,15 @@ class SandboxClient:
           functions: a module that the operator registered with --functions
           options: what its session_functions gets, or what the adapter makes of them
           replayable: all that will be done in it gives the same when it is done again: a session that the
-            infrastructure loses is then built anew, step by step
+            infrastructure loses, or whose server stays out of reach while another is there, is then built anew, step by step
           snapshot: where it begins, from another session's snapshot()
           branching: it will be branched from, for which our own server must know at its birth
+          imports: a set of modules that it has from its beginning, such as "numpy,scipy"; the operator registered it with
+            --imports, and ready() names them all
         """
-        opening = Opening(key, functions, dict(options or {}), branching=branching)
+        if imports and not self.backend.can.imports:
+            raise Unsupported(self.backend.name, "imports")
+        opening = Opening(key, functions, dict(options or {}), branching=branching, imports=imports)
         if snapshot:
             opening = dataclasses.replace(snapshot.opening, key=key, snapshot=snapshot.name)
         call = Call(self._caller, f"opening session {key}", self._timeout_s, route=key)
@@ -111,6 +139,19 @@ class SandboxClient:
             if snapshot and snapshot.name is None:
                 await session._replay(call)
         return session
+
+    def join(self, ticket: Ticket) -> "Session":
+        """Returns the session that another process has opened and handed over, which must not go on with it itself.
+
+        This client may be one that has the ticket's token for its own: then it can do nothing but this session's operations,
+        and cannot grade it. A session that is joined is never built anew.
+        """
+        endpoint = next((one for one in self._caller.endpoints if one.url == ticket.url), None)
+        if endpoint is None:
+            there = ", ".join(one.url for one in self._caller.endpoints)
+            raise ValueError(f"wanted a client of {ticket.url}, where session {ticket.key} is, got one of {there}")
+        seat = Seat(ticket.id, endpoint, ticket.level, ticket.seq, ticket.token)
+        return Session(self, Opening(ticket.key), seat, None, joined=True)
 
     async def run_code(
         self,
@@ -175,11 +216,15 @@ class SandboxClient:
 class Session:
     """One sandbox that keeps its state between operations, which run one after another in the order asked."""
 
-    def __init__(self, client: SandboxClient, opening: Opening, seat: Seat, journal: Journal | None) -> None:
+    def __init__(
+        self, client: SandboxClient, opening: Opening, seat: Seat, journal: Journal | None, joined: bool = False
+    ) -> None:
         self._client, self._opening, self._seat, self._journal = client, opening, seat, journal
         self._backend, self._caller = client.backend, client._caller
         self._turn = asyncio.Lock()
+        self._joined = joined
         self._births = 0
+        self._whole = True  # no replay has stopped half-way
         self.rebuilt = 0  # how often it was lost and built anew
 
     @property
@@ -233,6 +278,31 @@ class Session:
         """Returns a file's content. Raises RequestRefused with code no_such_file."""
         result: bytes = await self._do("read_file", {"path": path}, self._client._timeout_s)
         return result
+
+    async def grade(
+        self, code: str, tests: Mapping[str, bytes] | None = None, collect: Sequence[str] = (), timeout_s: float = 10.0
+    ) -> GradeResult:
+        """Judges files of the session by a program that runs where no program of the session has been.
+
+        Args:
+          code: Python that sets `reward` to a finite number; it may try what was submitted by run_submission(...)
+          tests: files that only the grader sees, under tests/
+          collect: paths of the session's files, which it sees under submission/
+
+        Raises Unsupported where the service has no graders, InfrastructureError, RequestRefused.
+        """
+        if not self._backend.can.grade:
+            raise Unsupported(self._backend.name, "grade")
+        grading = Grading(code, dict(tests or {}), tuple(collect), timeout_s)
+        result: GradeResult = await self._do("grade", {"grading": grading}, timeout_s + wire.CLIENT_MARGIN_S)
+        return result
+
+    def ticket(self) -> Ticket:
+        """Returns what opens this session alone: see SandboxClient.join. Raises Unsupported where there is no such thing."""
+        if not self._backend.can.tokens or not self._seat.token:
+            raise Unsupported(self._backend.name, "token of one session")
+        seat = self._seat
+        return Ticket(seat.endpoint.url, self.key, seat.id, seat.token, seat.level, seat.seq)
 
     async def snapshot(self) -> Snapshot:
         """Returns this point as the beginning of other sessions. Raises Unsupported where neither way is open."""
@@ -295,15 +365,22 @@ class Session:
         async with self._caller.running(call), self._in_turn(call):
             call.endpoint = self._seat.endpoint  # the session may have moved while this waited
             for attempt in range(_REBUILDS + 1):
+                if not self._whole:
+                    await self._rebuild(call)
+                steps = self._journal
+                call.movable = steps is not None and not steps.overflown and attempt < _REBUILDS
                 try:
                     result = await self._perform(call, operation, arguments)
                 except SessionLost as loss:
-                    steps = self._journal
-                    if steps is None or steps.overflown or loss.caused_by_program or attempt == _REBUILDS:
+                    if not call.movable or loss.caused_by_program:
                         raise
                     await self._rebuild(call)
+                except (Unreachable, Unknown):
+                    if self._seat.endpoint not in call.avoided:
+                        raise
+                    await self._move(call)
                 else:
-                    if self._journal is not None and operation not in ("read_file", "snapshot", "branch"):
+                    if self._journal is not None and operation not in _READING:
                         self._journal.record(operation, arguments, result)
                     return result
         raise AssertionError("the last attempt returns or raises")
@@ -312,6 +389,11 @@ class Session:
         seat = self._seat
         try:
             return await getattr(self._backend, operation)(call, seat, **arguments)
+        except RequestRefused as refusal:
+            forgotten = self._joined and refusal.code == "unauthorized" and operation != "grade"
+            if forgotten:  # a server that has forgotten a session has forgotten its token too
+                raise call.lost("its token opens it no more") from None
+            raise
         except (asyncio.CancelledError, wire.Unknown, wire.Cancelled):
             if call.count and type(self._backend).abandon is not Backend.abandon:
                 left = Call(self._caller, f"abandoning session {self.key}", _CLOSE_S, endpoint=seat.endpoint)
@@ -320,11 +402,18 @@ class Session:
 
     async def _rebuild(self, call: Call) -> None:
         """Builds the lost session anew, at any server. Raises SessionLost when it does not become what it was."""
-        call.endpoint = None
+        call.endpoint, call.movable, self._whole = None, False, False
         await self._reopen(call)
         await self._replay(call)
+        self._whole = True
         self.rebuilt += 1
         self._caller.counts["rebuilt"] += 1
+
+    async def _move(self, call: Call) -> None:
+        """Builds the session anew at another server, its own being out of reach; what is left there is ended if it can be."""
+        left = Call(self._caller, f"leaving session {self.key}", _CLOSE_S, endpoint=self._seat.endpoint)
+        self._caller.loose(self._backend.close(left, self._seat))
+        await self._rebuild(call)
 
     async def _reopen(self, call: Call) -> None:
         self._births += 1

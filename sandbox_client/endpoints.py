@@ -23,6 +23,7 @@ class Endpoint:
         self.window = Window(max_in_flight)
         self.breaker = Breaker()
         self.remembers = False  # it has announced that it answers a repeated key from memory
+        self.tells = False  # and that it tells what became of a call, and takes one back
         self.echoes = False  # it has announced that it repeats the id of a call
 
     def __repr__(self) -> str:

@@ -8,6 +8,8 @@ import asyncio
 import os
 import tomllib
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,18 +38,46 @@ BACKENDS: dict[str, Callable[..., Backend]] = {
 _KEYS = ("backend", "urls", "url", "replicas", "token", "max_in_flight", "timeout_s", "options")
 
 
-def connect(path: str | Path, **changes: Any) -> SandboxClient:
-    """Returns a client of the fleet that a TOML file describes.
+@dataclass(frozen=True)
+class Fleet:
+    """Servers of one kind, and what a client of them is made of."""
 
-    Its keys: `backend`, a name of BACKENDS; `urls`, or `url` with `{n}` and `replicas`; `token`, a text, `{file = ...}` or
-    `{env = ...}`; `max_in_flight` of all servers together; `timeout_s`; `[options]`, the adapter's own.
+    urls: tuple[str, ...]
+    settings: Mapping[str, Any] = field(default_factory=dict)  # what SandboxClient takes besides
+    make_backend: Callable[[], Backend] = V1
+
+    def client(self, **changes: Any) -> SandboxClient:
+        """Returns a client of them all."""
+        return SandboxClient(self.urls, **{"backend": self.make_backend(), **self.settings, **changes})
+
+    def each(self, **changes: Any) -> list[SandboxClient]:
+        """Returns a client of every one of them, in their order."""
+        return [replace(self, urls=(url,)).client(**changes) for url in self.urls]
+
+
+def connect(path: str | Path, **changes: Any) -> SandboxClient:
+    """Returns a client of the fleet that a TOML file describes; see read.
 
     Args:
       changes: what SandboxClient takes, instead of what the file says.
 
     Raises ValueError for a file that does not say that.
     """
-    words = tomllib.loads(Path(path).read_text())
+    return read(path).client(**changes)
+
+
+def read(path: str | Path) -> Fleet:
+    """Returns the fleet that a TOML file describes.
+
+    Its keys: `backend`, a name of BACKENDS; `urls`, or `url` with `{n}` and `replicas`; `token`, a text, `{file = ...}` or
+    `{env = ...}`; `max_in_flight` of all servers together; `timeout_s`; `[options]`, the adapter's own.
+
+    Raises ValueError for a file that is not there or does not say that.
+    """
+    try:
+        words = tomllib.loads(Path(path).read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path}: wanted a fleet file, TOML: {getattr(error, 'strerror', None) or error}") from None
     unknown = sorted(set(words) - set(_KEYS))
     if unknown:
         raise ValueError(f"{path}: wanted the keys {', '.join(_KEYS)}, got {unknown[0]!r}")
@@ -55,13 +85,14 @@ def connect(path: str | Path, **changes: Any) -> SandboxClient:
         raise ValueError(f"{path}: wanted backend as one of {', '.join(BACKENDS)}, got {words.get('backend')!r}")
     options = {name: _secret(path, name, value) for name, value in words.get("options", {}).items()}
     try:
-        backend = BACKENDS[words["backend"]](**options)
+        make_backend = partial(BACKENDS[words["backend"]], **options)
+        make_backend()
     except TypeError as error:
         raise ValueError(f"{path}: [options] of {words['backend']}: {error}") from None
-    settings: dict[str, Any] = {"token": _token(path, words.get("token", "")), "backend": backend}
+    settings: dict[str, Any] = {"token": _token(path, words.get("token", ""))}
     settings |= {"max_connections": words["max_in_flight"]} if "max_in_flight" in words else {}
     settings |= {"timeout_s": float(words["timeout_s"])} if "timeout_s" in words else {}
-    return SandboxClient(urls_of(path, words), **{**settings, **changes})
+    return Fleet(tuple(urls_of(path, words)), settings, make_backend)
 
 
 def urls_of(path: str | Path, words: Mapping[str, Any]) -> list[str]:

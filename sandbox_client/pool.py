@@ -154,7 +154,12 @@ class Pool:
         waiter = self.loop.create_future()
         self._waiting.append(waiter)
         self._refill()
-        return await waiter
+        try:
+            return await waiter
+        except asyncio.CancelledError:
+            if waiter.done() and not waiter.cancelled() and waiter.exception() is None:
+                self._warm.append(waiter.result())  # it came in the same moment
+            raise
 
     async def take_stem(self) -> Child:
         """Returns a new locked child that may be copied. Raises ChildDied when it cannot be had."""

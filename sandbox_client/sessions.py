@@ -19,6 +19,7 @@ from .line import Child, ChildDied
 from .pools import Pools
 
 _KEPT_REPLIES, _KEPT_BYTES = 8, 1 << 20
+_KEPT_DROPPED = 64
 _OUTCOMES = frozenset(wire.Outcome)
 _START_S = 10.0  # for what is no program: building functions, moving a file
 
@@ -56,6 +57,16 @@ def busy(message: str) -> Refused:
     return Refused(429, "overloaded", message, retry_after_s=1)
 
 
+def unknown_call(what: str) -> Refused:
+    """Returns the answer to who asks after a call that was never carried out here, or is forgotten."""
+    return Refused(404, "unknown_call", f"no call {what} is known here")
+
+
+def cancelled(what: str) -> Refused:
+    """Returns the refusal of a call that was taken back."""
+    return Refused(409, "cancelled", f"the call {what} was taken back")
+
+
 def no_child(death: ChildDied) -> Refused:
     """Returns the refusal when no process could be had."""
     return Refused(503, "no_child", f"no child could be started ({death.cause})", retry_after_s=1)
@@ -67,6 +78,7 @@ class Gate:
     def __init__(self, running: int, waiting: int) -> None:
         self._slots = asyncio.Semaphore(running)
         self._room = waiting
+        self.inside = 0
 
     @asynccontextmanager
     async def enter(self, deadline: float) -> AsyncIterator[None]:
@@ -86,9 +98,11 @@ class Gate:
             raise busy("the request's deadline had passed")
         else:
             await self._slots.acquire()
+        self.inside += 1
         try:
             yield
         finally:
+            self.inside -= 1
             self._slots.release()
 
 
@@ -158,6 +172,7 @@ class Session(ABC):
         self._started = 0
         self._pending: dict[int, asyncio.Future[bytes]] = {}
         self._replies: dict[int, bytes] = {}
+        self._dropped: set[int] = set()  # taken back, above all that have begun
 
     @property
     def idle(self) -> bool:
@@ -191,12 +206,35 @@ class Session(ABC):
         async with self._turn:
             if self.lost:
                 raise self.lost
+            if seq in self._dropped:
+                raise cancelled(str(seq))
             if seq and seq <= self._started:
                 raise Refused(409, "stale_seq", f"wanted a seq above {self._started}, got {seq}")
             if self.loop.time() > deadline:
                 raise busy("the session was busy until the request's deadline")
             self._started = max(seq, self._started)
             return await operation()
+
+    def fate(self, seq: int) -> bytes | None:
+        """Returns the reply of operation `seq`, None while it waits or runs. Raises Refused for one that is not known."""
+        if seq not in self._replies and seq not in self._pending:
+            raise unknown_call(str(seq))
+        return self._replies.get(seq)
+
+    def drop(self, seq: int) -> str:
+        """Takes operation `seq` back, if it has not begun: then it never will. Returns what is true of it now.
+
+        One that runs goes on until its own deadline, for it cannot be ended without the session's child.
+        """
+        if seq in self._replies:
+            return "done"
+        if seq <= self._started:
+            return "running" if seq in self._pending else "done"
+        self._dropped = {number for number in self._dropped if number > self._started}
+        if len(self._dropped) >= _KEPT_DROPPED:
+            raise busy(f"{_KEPT_DROPPED} operations of this session are taken back already")
+        self._dropped.add(seq)
+        return "cancelled"
 
     def _remember(self, seq: int, body: bytes) -> None:
         replies = self._replies

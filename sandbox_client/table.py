@@ -7,10 +7,11 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from .line import ChildDied
 from .pools import Pools
-from .sessions import JailedSession, LocalSession, Refused, Reply, Session, Spec, busy, lost, no_child
+from .sessions import JailedSession, LocalSession, Refused, Reply, Session, Spec, busy, lost, no_child, unknown_call
 
 _KEPT_RUNS, _KEPT_RUN_BYTES = 256, 16 << 20
 _KEPT_LOSSES = 4096
+_KEPT_ENDED, _ENDED_KEPT_S = 1024, 10.0  # while a request that was given up may still be on its way
 _LOST_KEPT_S = 30.0  # a lost session still answers a repeated request for so long
 
 
@@ -146,25 +147,62 @@ class Sessions:
                 self.close(session.identity, lost(f"it was idle for {self._idle_s:g} s", by_program=False))
 
 
+def _ended(key: str) -> Refused:
+    return Refused(503, "cancelled", f"the run {key} was taken back a moment ago", retry_after_s=1)
+
+
 class Runs:
     """Replies of stateless runs by the key that the client gave, so that a repeated request is not run again."""
 
     def __init__(self) -> None:
         self._replies: OrderedDict[str, asyncio.Future[bytes]] = OrderedDict()
+        self._ended: OrderedDict[str, float] = OrderedDict()  # until when
 
     async def once(self, key: str | None, run: Callable[[], Awaitable[bytes]]) -> bytes:
         """Returns the reply of `run`, or of an earlier run under the same key. Raises Refused."""
         if key is None:
             return await run()
+        if self._was_ended(key):
+            raise _ended(key)
         known = self._replies.get(key)
         if known is None:
             known = self._replies[key] = asyncio.ensure_future(run())
             known.add_done_callback(lambda done: self._done(key, done))
-        return await asyncio.shield(known)
+        try:
+            return await asyncio.shield(known)
+        except asyncio.CancelledError:
+            if known.cancelled() and self._was_ended(key):
+                raise _ended(key) from None
+            raise
+
+    def fate(self, key: str) -> bytes | None:
+        """Returns the reply of the run `key`, None while it waits or runs. Raises Refused for one that is not known."""
+        known = self._replies.get(key)
+        if known is None or known.cancelled():
+            raise unknown_call(key)
+        return known.result() if known.done() else None
+
+    def end(self, key: str) -> str:
+        """Ends the run `key`, or sees to it that it never begins, should its request still be on its way.
+
+        Returns what is true of it now: cancelled or done.
+        """
+        known = self._replies.get(key)
+        if known is not None and known.done():
+            return "done"
+        self._ended[key] = asyncio.get_running_loop().time() + _ENDED_KEPT_S
+        while len(self._ended) > _KEPT_ENDED:
+            self._ended.popitem(last=False)
+        if known is not None:
+            known.cancel()
+        return "cancelled"
+
+    def _was_ended(self, key: str) -> bool:
+        return self._ended.get(key, 0.0) > asyncio.get_running_loop().time()
 
     def _done(self, key: str, done: "asyncio.Future[bytes]") -> None:
         if done.cancelled() or done.exception():
-            self._replies.pop(key, None)  # it was refused, not run
+            self._replies.pop(key, None)  # it was refused or taken back, not run
         kept = [reply for reply in self._replies.items() if reply[1].done()]
         while len(kept) > _KEPT_RUNS or sum(len(reply.result()) for _, reply in kept) > _KEPT_RUN_BYTES:
             self._replies.pop(kept.pop(0)[0])

@@ -22,7 +22,6 @@ _STREAMED_BYTES = 1 << 20  # above, aiohttp wants a file so as not to hold the l
 _CONNECT_S = 5.0
 _EXPANSION = 20  # a compressed reply may grow by so much, as an archive may
 _EXPANSION_FREE_BYTES = 64 << 10
-CALL_ID = "X-Call-Id"  # sent with every attempt; a server that repeats it proves that its reply is to this one
 _KEEP_ALIVE_TOLD = re.compile(r"timeout=(\d+)")
 
 
@@ -40,6 +39,8 @@ class Request:
     """One request of an adapter. `url` is absolute, or a path below the endpoint's URL.
 
     `answer_s`: after so long without a reply the server is asked again, where that is safe.
+    `fate`: a path below the endpoint's URL where a server that tells says what became of this request: GET gives its reply,
+    202 while it is carried out, 404 where it never came; DELETE takes it back.
     `life_s`: the reply is a stream that lives as long as the program: what has come by then is the reply, `cut`.
     """
 
@@ -50,9 +51,14 @@ class Request:
     safety: Safety = Safety.SAME
     max_bytes: int = wire.REPLY_MAX_BYTES
     answer_s: float | None = None
+    fate: str = ""
     life_s: float | None = None
     expect: tuple[int, ...] = ()  # statuses that the adapter reads itself
     own_credentials: bool = False  # the adapter has put them into `headers`: the client's token stays at home
+
+    def inquiry(self) -> "Request":
+        """Returns the question what became of this request."""
+        return Request("GET", self.fate, max_bytes=self.max_bytes, answer_s=wire.ASK_AGAIN_S, expect=(202, 404))
 
 
 class Reply(NamedTuple):
@@ -153,9 +159,9 @@ class AiohttpTransport:
                     timeout=aiohttp.ClientTimeout(total=None, sock_connect=min(_CONNECT_S, 0.9 * timeout_s)),
                 ) as reply,
             ):
-                if (told := reply.headers.get(CALL_ID, headers.get(CALL_ID))) != headers.get(CALL_ID):
+                if (told := reply.headers.get(wire.CALL_ID, headers.get(wire.CALL_ID))) != headers.get(wire.CALL_ID):
                     reply.close()  # and with it the connection, on which everything is one reply late
-                    raise BadReply(f"the reply to another call: wanted {CALL_ID} {headers.get(CALL_ID)}, got {told}")
+                    raise BadReply(f"the reply to another call: wanted {wire.CALL_ID} {headers.get(wire.CALL_ID)}, got {told}")
                 parts.encoding = reply.headers.get("Content-Encoding", "identity").lower()
                 await parts.read(reply.content)
                 self._heed(reply.headers.get("Keep-Alive", ""))

@@ -33,6 +33,9 @@ SERVER_KEEP_ALIVE_S = 75
 CLIENT_KEEP_ALIVE_S = 3.0  # shorter than the server's, so that an idle socket is never closed under a request
 MAX_TIMEOUT_S = 600.0
 WIRE_HEADER = "x-sandbox-wire"  # a server that sends it answers a repeated key or seq from memory
+WIRE_TELLS = 2  # from this value of it on, the server also tells what became of a call, and takes one back
+WIRE_VERSION = WIRE_TELLS
+CALL_ID = "X-Call-Id"  # sent with every attempt; a server that repeats it proves that its reply is to this one
 WRECKED = (500, 502, 504, 524)  # statuses that say nothing about whether the request was carried out
 LEVELS = ("L0", "L1", "L2", "L3")
 
@@ -81,6 +84,21 @@ class ExecResult:
 
 
 @dataclass(frozen=True, slots=True)
+class GradeResult:
+    """What a grader found. `reward` is finite, and None where the grader gave none: `outcome` and `error` say why."""
+
+    reward: float | None
+    outcome: Outcome
+    stdout: str
+    stderr: str
+    error: str | None
+    missing: tuple[str, ...]  # of the files that were to be graded
+    elapsed_s: float
+    dropped_bytes: int = 0
+    attempts: int = 1
+
+
+@dataclass(frozen=True, slots=True)
 class Readiness:
     """The level a server reached, the guarantees it lacks there, and whether it runs code."""
 
@@ -91,6 +109,8 @@ class Readiness:
     remedy: str | None
     functions: tuple[str, ...]
     sessions: int
+    graders: bool = False
+    imports: tuple[str, ...] = ()  # the sets of modules that a session may ask for
 
 
 class InfrastructureError(Exception):
@@ -244,6 +264,24 @@ def parse_exec(reply: dict[str, Any], attempts: int) -> ExecResult:
     )
 
 
+def parse_grade(reply: dict[str, Any], attempts: int) -> GradeResult:
+    """Returns the reply of /grade as a result. Raises ValueError when it is against the schema."""
+    outcome, reward = Outcome(reply.get("outcome", "")), take(reply, "reward", float, int, _NONE)
+    if (reward is None) == (outcome is Outcome.OK):
+        raise ValueError(f"wanted a reward exactly where the grader ended well, got {reward} and {outcome}")
+    return GradeResult(
+        reward=None if reward is None else float(reward),
+        outcome=outcome,
+        stdout=take(reply, "stdout", str),
+        stderr=take(reply, "stderr", str),
+        error=take(reply, "error", str, _NONE),
+        missing=tuple(map(str, take(reply, "missing", list))),
+        elapsed_s=take(reply, "elapsed_s", float, int),
+        dropped_bytes=take(reply, "dropped_bytes", int),
+        attempts=attempts,
+    )
+
+
 def parse_ready(reply: dict[str, Any]) -> Readiness:
     """Returns the reply of /readyz. Raises ValueError when it is against the schema."""
     return Readiness(
@@ -254,4 +292,6 @@ def parse_ready(reply: dict[str, Any]) -> Readiness:
         remedy=take(reply, "remedy", str, _NONE),
         functions=tuple(map(str, take(reply, "functions", list))),
         sessions=take(reply, "sessions", int),
+        graders=take({"graders": False, **reply}, "graders", bool),
+        imports=tuple(map(str, take({"imports": [], **reply}, "imports", list))),
     )

@@ -242,6 +242,26 @@ def test_a_value_that_a_component_refuses_is_a_fault_in_its_words(override: str,
 
 
 @pytest.mark.parametrize(
+    ("url", "fault"),
+    [
+        ("127.0.0.1:1", "sandbox.url must be URLs, by commas, or one fleet file (*.toml), got '127.0.0.1:1'"),
+        ("http://a,ftp://b", "sandbox.url must be URLs, by commas, or one fleet file (*.toml), got 'ftp://b'"),
+        ("http://a,http://b,http://a/", "sandbox.url must name each server once"),
+        ("a.toml,http://b", "sandbox.url must be one fleet file or the URLs of servers, got 'a.toml,http://b'"),
+    ],
+)
+def test_a_sandbox_url_that_cannot_be_is_a_fault(url: str, fault: str) -> None:
+    assert any(fault in told for told in faults_with(f"sandbox.url={url}", "sandbox.token_file=token"))
+
+
+def test_a_sandbox_url_may_name_several_servers_or_a_fleet_file_that_has_the_token() -> None:
+    assert faults_with("sandbox.url=http://a, https://b:1/", "sandbox.token_file=token") == []
+    assert faults_with("sandbox.url=launch/fleets/sandbox-server.toml") == []
+    (fault,) = faults_with("sandbox.url=launch/fleets/sandbox-server.toml", "sandbox.token_file=token")
+    assert "the fleet file names its servers' token" in fault
+
+
+@pytest.mark.parametrize(
     ("override", "spec", "why"),
     [
         ("warmup.demos=5", BASE, "warmup.steps is 0"),

@@ -13,7 +13,7 @@ from .. import wire
 from ..calls import Again, Call, judge
 from ..endpoints import Endpoint
 from ..transport import Reply, Safety
-from ..wire import CallResult, ExecResult, RequestRefused
+from ..wire import CallResult, ExecResult, GradeResult, RequestRefused
 
 
 class Unsupported(RequestRefused):
@@ -32,10 +32,14 @@ class Abilities:
     sessions: bool = False
     exec: bool = False  # programs in a session
     call: bool = False  # named functions in a session
+    functions: bool = False  # which modules of the operator's bring
     read_file: bool = False
     write_file: bool = False
     snapshot: bool = False
     branch: bool = False
+    grade: bool = False  # by a program of the trainer's, where the session's has never been
+    imports: bool = False  # modules that a session has from its beginning
+    tokens: bool = False  # of one session each
     stdin: bool = False  # of a stateless program
     session_stdin: bool = False
     cwd: bool = False
@@ -81,6 +85,17 @@ class Opening:
     options: Mapping[str, Any] = field(default_factory=dict)
     snapshot: str | None = None
     branching: bool = False  # it will be branched from
+    imports: str | None = None  # one of the sets of modules that the server has imported beforehand
+
+
+@dataclass(frozen=True, slots=True)
+class Grading:
+    """A program of the trainer's that judges a session's files, and sets `reward`."""
+
+    code: str
+    tests: Mapping[str, bytes] = field(default_factory=dict)  # which the session never sees
+    collect: tuple[str, ...] = ()  # the session's files that are judged
+    timeout_s: float = 10.0
 
 
 @dataclass(slots=True)
@@ -91,6 +106,7 @@ class Seat:
     endpoint: Endpoint
     level: str = ""
     seq: int = 0
+    token: str = ""  # opens this session and nothing else
     facts: dict[str, Any] = field(default_factory=dict)  # the adapter's own: addresses, tokens, an open socket
 
 
@@ -157,6 +173,10 @@ class Backend:
     async def branch(self, call: Call, seat: Seat, keys: list[str]) -> list[Seat]:
         """Returns sessions that go on from where this one is, one per key."""
         raise Unsupported(self.name, "branch")
+
+    async def grade(self, call: Call, seat: Seat, grading: Grading) -> GradeResult:
+        """Judges a session's files."""
+        raise Unsupported(self.name, "grade")
 
     async def reset(self, call: Call, seat: Seat) -> bool:
         """Returns the session to how it was opened, or False where it must be closed and another opened."""

@@ -6,6 +6,7 @@ sandbox itself comes as HTTP 200 with `SandboxError` and is no result.
 
 import base64
 import binascii
+import urllib.parse
 from typing import Any
 
 from .. import wire
@@ -56,7 +57,8 @@ async def post_run(call: Call, program: Program, safety: Safety) -> ExecResult:
         "key": program.key,
     }
     answer_s = program.timeout_s + wire.ASK_AGAIN_S
-    request = Request("POST", "/run_code", wire.encode(body), safety=safety, answer_s=answer_s)
+    fate = f"/v1/exec/{urllib.parse.quote(program.key, safe='')}"
+    request = Request("POST", "/run_code", wire.encode(body), safety=safety, answer_s=answer_s, fate=fate)
     return await call.json(request, lambda reply: parse_run(reply, call.attempts))
 
 

@@ -1,5 +1,6 @@
 """Our own server: `/v1/sessions` with numbered operations, and SandboxFusion's `/run_code` with a key that it remembers."""
 
+import base64
 import urllib.parse
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -7,11 +8,11 @@ from typing import Any, TypeVar
 from .. import wire
 from ..calls import Call
 from ..transport import Request, Safety
-from ..wire import CallResult, ExecResult
-from .backend import Abilities, Backend, Opening, Program, Seat
+from ..wire import CallResult, ExecResult, GradeResult
+from .backend import Abilities, Backend, Grading, Opening, Program, Seat
 from .sandbox_fusion import post_run
 
-R = TypeVar("R", CallResult, ExecResult)
+R = TypeVar("R", CallResult, ExecResult, GradeResult)
 
 _FILE_S = 10.0
 
@@ -25,9 +26,13 @@ class V1(Backend):
         sessions=True,
         exec=True,
         call=True,
+        functions=True,
         read_file=True,
         write_file=True,
         branch=True,
+        grade=True,
+        imports=True,
+        tokens=True,
         stdin=True,
         files=True,
         state="names",
@@ -50,9 +55,11 @@ class V1(Backend):
         head: dict[str, Any] = {"key": opening.key, "functions": opening.functions, "options": dict(opening.options)}
         if opening.branching:
             head["branching"] = True
+        if opening.imports:
+            head["imports"] = opening.imports
         reply = await call.json(Request("POST", "/v1/sessions", wire.encode(head)), _parse_open)
         assert call.answered_by is not None
-        return Seat(reply["session"], call.answered_by, reply["level"])
+        return Seat(reply["session"], call.answered_by, reply["level"], token=reply["token"])
 
     async def exec(self, call: Call, seat: Seat, program: Program) -> ExecResult:
         head: dict[str, Any] = {"code": program.code, "language": program.language, "timeout_s": program.timeout_s}
@@ -63,6 +70,11 @@ class V1(Backend):
     async def call(self, call: Call, seat: Seat, name: str, arguments: dict[str, Any], timeout_s: float) -> CallResult:
         head = {"name": name, "arguments": arguments, "timeout_s": timeout_s}
         return await self._perform(call, seat, "call", head, wire.parse_call)
+
+    async def grade(self, call: Call, seat: Seat, grading: Grading) -> GradeResult:
+        head: dict[str, Any] = {"code": grading.code, "collect": list(grading.collect), "timeout_s": grading.timeout_s}
+        head["files"] = {path: base64.b64encode(content).decode() for path, content in grading.tests.items()}
+        return await self._perform(call, seat, "grade", head, wire.parse_grade)
 
     async def _perform(
         self, call: Call, seat: Seat, action: str, head: dict[str, Any], parse: Callable[[dict[str, Any], int], R]
@@ -77,14 +89,15 @@ class V1(Backend):
                 raise ValueError(f"wanted the reply to seq {seq}, got that to {words.get('seq')!r}")
             return parse(words, call.attempts)
 
-        return await call.json(Request("POST", path, body, answer_s=head["timeout_s"] + wire.ASK_AGAIN_S), checked)
+        answer_s = head["timeout_s"] + wire.ASK_AGAIN_S
+        return await call.json(Request("POST", path, body, answer_s=answer_s, fate=_fate(seat, seq)), checked)
 
     async def branch(self, call: Call, seat: Seat, keys: list[str]) -> list[Seat]:
         reply = await self._numbered(call, seat, "branch", {"keys": keys})
         made = call.parsed(lambda: [_parse_branch(one) for one in wire.take(reply, "sessions", list)])
-        if [key for key, _ in made] != keys:
+        if [key for key, _, _ in made] != keys:
             raise wire.ProtocolError(f"{call.what}: wanted branches {keys}", call.attempts, may_have_executed=True)
-        return [Seat(identity, seat.endpoint, seat.level) for _, identity in made]
+        return [Seat(identity, seat.endpoint, seat.level, token=token) for _, identity, token in made]
 
     async def reset(self, call: Call, seat: Seat) -> bool:
         try:
@@ -106,7 +119,8 @@ class V1(Backend):
             return words
 
         body = wire.encode({"seq": seq, **head})
-        return await call.json(Request("POST", f"/v1/sessions/{seat.id}/{action}", body, answer_s=_FILE_S), checked)
+        path = f"/v1/sessions/{seat.id}/{action}"
+        return await call.json(Request("POST", path, body, answer_s=_FILE_S, fate=_fate(seat, seq)), checked)
 
     async def read_file(self, call: Call, seat: Seat, path: str) -> bytes:
         reply = await call.ask(Request("GET", _place(seat, path), max_bytes=wire.FILE_MAX_BYTES, answer_s=_FILE_S))
@@ -123,13 +137,17 @@ def _place(seat: Seat, path: str) -> str:
     return f"/v1/sessions/{seat.id}/files/{urllib.parse.quote(path, safe='')}"
 
 
-def _parse_branch(one: Any) -> tuple[str, str]:
+def _fate(seat: Seat, seq: int) -> str:
+    return f"/v1/sessions/{seat.id}/exec/{seq}"
+
+
+def _parse_branch(one: Any) -> tuple[str, str, str]:
     if type(one) is not dict:
         raise ValueError(f"wanted a branch as an object, got {type(one).__name__}")
-    return wire.take(one, "key", str), wire.take(one, "session", str)
+    return wire.take(one, "key", str), wire.take(one, "session", str), wire.take({"token": "", **one}, "token", str)
 
 
 def _parse_open(reply: dict[str, Any]) -> dict[str, Any]:
     wire.take(reply, "session", str)
     wire.take(reply, "level", str)
-    return reply
+    return {**reply, "token": wire.take({"token": "", **reply}, "token", str)}

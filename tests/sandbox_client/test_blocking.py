@@ -20,6 +20,10 @@ def test_a_script_needs_no_loop_of_its_own(server: Running) -> None:
             assert session.read_file("a") == b"1"
             with pytest.raises(RequestRefused):
                 session.read_file("b")
+            grade = session.grade("reward = float(open('submission/a').read())", collect=["a"])
+            assert grade.reward == 1.0
+            with BlockingClient(server.url, session.ticket().token) as worker:
+                assert worker.join(session.ticket()).read_file("a") == b"1"
             session.reset()
             assert session.exec("x").outcome is Outcome.PROGRAM_ERROR
             assert session.call("add", {"amount": 2}).value == 2

@@ -188,6 +188,9 @@ def test_what_a_service_cannot_do_is_refused_by_name_before_anything_is_sent(nam
             refused += [] if can.session_stdin else [lambda: session.exec("1", stdin="x")]
             refused += [lambda: session.exec("1", "cobol")]
             refused += [] if can.snapshot else [session.snapshot]
+            refused += [] if can.grade else [lambda: session.grade("reward = 1")]
+            refused += [] if can.imports else [lambda: world.client.open_session("key", imports="math")]
+            refused += [] if can.tokens else [lambda: asyncio.to_thread(session.ticket)]
         else:
             refused += [lambda: world.client.run_code("1", "cobol")]
         for question in refused:

@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Start, raw
+from conftest import Start, ask, raw
 from launching import IS_ROOT, Running, descendants
+
+from sandbox_client import GradeResult, Outcome, SandboxClient, wire
 
 RUN = """
 import sys
@@ -150,3 +152,31 @@ def test_graders_run_under_a_uid_of_their_own(start: Start) -> None:
     assert {"64001", "64002", "64003"} <= uids
     other = start("--functions=counting", "--code=auto", user="ordinary")
     assert any("uid of their own for graders" in lack for lack in other.ready["missing"])
+
+
+def test_the_client_grades_by_one_typed_result(server: Running) -> None:
+    async def judge(client: SandboxClient) -> None:
+        async with await client.open_session(f"graded-{id(client)}") as session:
+            await session.write_file("submission.py", b"print(int(input()) * 2 + 1)")
+            result = await session.grade(RUN, {"expected": b"41"}, ["submission.py", "no.py"], timeout_s=8)
+            assert (result.reward, result.outcome, result.missing) == (1.0, Outcome.OK, ("no.py",))
+            assert isinstance(result, GradeResult) and result.stdout.startswith("41")
+            await session.write_file("submission.py", b"print(0)")
+            assert (await session.grade(RUN, {"expected": b"41"}, ["submission.py"])).reward == 0.0
+            nothing = await session.grade("reward = float('nan')")
+            assert nothing.reward is None and nothing.outcome is Outcome.PROGRAM_ERROR
+            assert "finite" in str(nothing.error)
+            assert (await session.exec("6 * 7")).value == "42"  # its numbers go on
+        assert (await client.ready()).graders
+
+    ask(server, judge)
+
+
+@pytest.mark.parametrize(
+    "change", [{"reward": None}, {"outcome": "program_error"}, {"reward": "1"}, {"reward": True}, {"missing": "x"}]
+)
+def test_a_grade_against_its_schema_is_no_reward(change: dict[str, Any]) -> None:
+    reply = {"outcome": "ok", "reward": 1, "missing": [], "stdout": "", "stderr": "", "error": None, "elapsed_s": 0.1}
+    assert wire.parse_grade({**reply, "dropped_bytes": 0}, 1).reward == 1.0
+    with pytest.raises(ValueError, match="wanted"):
+        wire.parse_grade({**reply, "dropped_bytes": 0, **change}, 1)

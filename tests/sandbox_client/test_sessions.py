@@ -265,3 +265,54 @@ def test_a_sessions_own_token_opens_that_session_and_nothing_else(server: Runnin
         await raw(server, "DELETE", paths[1])
 
     asyncio.run(knock())
+
+
+def test_a_ticket_opens_one_session_and_nothing_else(server: Running) -> None:
+    async def hand_over(client: SandboxClient) -> None:
+        session = await client.open_session(f"own-{id(client)}")
+        await session.exec("x = 20")
+        ticket = session.ticket()
+        assert ticket.token not in repr(ticket)
+        other = (await client.open_session(f"other-{id(client)}")).ticket()
+        async with SandboxClient(server.url, ticket.token) as worker:
+            joined = worker.join(ticket)
+            assert (await joined.exec("x + 1")).value == "21"
+            await joined.write_file("a", b"1")
+            for question in (
+                lambda: worker.open_session("more"),
+                lambda: worker.run_code("1"),
+                lambda: worker.ready(),
+                lambda: joined.grade("reward = 1"),
+            ):
+                with pytest.raises(RequestRefused) as refusal:
+                    await question()
+                assert refusal.value.code == "unauthorized"
+            with pytest.raises(SessionLost, match="its token opens it no more"):
+                await worker.join(other).exec("1")
+            await joined.close()
+            with pytest.raises(SessionLost):
+                await joined.exec("x")
+        with pytest.raises(ValueError, match="wanted a client of http"):
+            SandboxClient("http://127.0.0.1:1").join(ticket)
+
+    ask(server, hand_over)
+
+
+def test_a_session_has_the_modules_that_it_asked_for_from_its_beginning_and_again_after_a_reset(start: Start) -> None:
+    running = start("--imports=decimal", "--code=auto", user="root" if IS_ROOT else "ordinary")
+    if not running.ready["code"]:
+        pytest.skip(f"no jail here: {running.ready['reason']}")
+
+    async def look(client: SandboxClient) -> None:
+        assert (await client.ready()).imports == ("decimal",)
+        loaded = "import sys; print('decimal' in sys.modules)"
+        async with await client.open_session("with", imports="decimal") as session:
+            assert (await session.exec(loaded)).stdout == "True\n"
+            await session.reset()
+            assert (await session.exec(loaded)).stdout == "True\n"
+        async with await client.open_session("without") as session:
+            assert (await session.exec(loaded)).stdout == "False\n"
+        with pytest.raises(RequestRefused, match="registered: decimal"):
+            await client.open_session("wrong", imports="fractions")
+
+    ask(running, look)
