@@ -203,3 +203,9 @@ def test_no_room_has_a_name_that_says_nothing() -> None:
 @pytest.mark.parametrize("path", sorted((HOME / "configs").glob("*.py")), ids=lambda path: path.stem)
 def test_a_config_has_few_enough_keys_to_be_read(path: Path) -> None:
     assert 0 < len(leaves(load(str(path))[0])) < 120
+
+
+def test_every_test_file_has_a_name_of_its_own() -> None:
+    """pytest imports them all as top-level modules."""
+    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
+    assert [name for name in sorted(set(names)) if names.count(name) > 1] == []
