@@ -207,5 +207,5 @@ def test_a_config_has_few_enough_keys_to_be_read(path: Path) -> None:
 
 def test_every_test_file_has_a_name_of_its_own() -> None:
     """pytest imports them all as top-level modules."""
-    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
+    names = [path.name for path in (HOME / "tests").rglob("test_*.py")]
     assert [name for name in sorted(set(names)) if names.count(name) > 1] == []
