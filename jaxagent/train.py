@@ -429,6 +429,7 @@ def described(run: Run, groups: Sequence[Group]) -> dict[str, float]:
         "engine/busy_s": stats.busy_s,
         "engine/prefilled": float(stats.prefilled),
         "engine/forked": float(stats.forked),
+        "engine/offloaded": float(stats.offloaded),
         "sandbox/restarts": float(run.parts.sandbox.restarts),
     }
     values |= sampling_metrics(good, run.step - run.config.warmup.steps)
