@@ -11,7 +11,7 @@ PYTHON ?= $(shell for p in python3 python3.12 python3.13 python3.11 python; do \
 PINS = constraints-$(shell $(BIN)/python -c 'import sys; print("3.11" if sys.version_info < (3, 12) else "3.12")').txt
 PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: help quickstart maze test parity check clean
+.PHONY: help quickstart maze test learning parity check clean
 .DEFAULT_GOAL := help
 
 help:  ## lists these commands
@@ -25,6 +25,9 @@ maze: $(VENV)/core  ## the smoke test: a smaller policy, sparse reward, under tw
 
 test: $(VENV)/dev  ## the test suite, under ten minutes on two cores
 	$(BIN)/python -m pytest -n auto --maxprocesses=4 --dist=loadfile $(ARGS)
+
+learning: $(VENV)/dev  ## policies that must learn, and must not without what they are said to learn from
+	$(BIN)/python -m pytest -m learning -n auto --maxprocesses=4 $(ARGS)
 
 parity: $(VENV)/parity  ## compares logits, gradients and rendered chats with transformers under torch
 	$(BIN)/python -m pytest -m parity $(ARGS)
