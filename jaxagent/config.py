@@ -265,6 +265,8 @@ def _algorithm_faults(c: ConfigDict) -> Iterator[str]:
         return
     if c.feed.rollouts == 1 and (row.compares or row.select == "mixed"):
         yield f"feed.rollouts must be at least 2, a group of one has no baseline in {c.algo.name}; got 1"
+    if c.finetune.mode:  # no policy gradient is taken
+        return
     if row.old_matters and c.train.old_logprob == "sampler":
         yield (
             f"train.old_logprob must be trainer for algo.importance={row.importance} and algo.filter={row.filter}: what the "

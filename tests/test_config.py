@@ -320,6 +320,12 @@ def test_what_an_algorithm_wants_of_other_sections_is_told(overrides: list[str],
     assert found.startswith(fault)
 
 
+def test_fine_tuning_asks_nothing_of_an_algorithm_that_it_does_not_run(tmp_path: Path) -> None:
+    lines = ('c.algo.name = "icepop"', 'c.finetune.mode = "raft"')
+    assert [fault for fault in faults_with(spec=experiment(tmp_path, lines[0])) if "train.old_logprob" in fault]
+    assert not [fault for fault in faults_with(spec=experiment(tmp_path, *lines)) if "train.old_logprob" in fault]
+
+
 def test_clipping_an_algorithm_without_a_bound_does_nothing_and_is_told() -> None:
     assert load(BASE, ["algo.clip_high=0.3"])[1] == []
     (fault,) = load(BASE, ["algo.clip_high=0.3", "algo.name=rloo"])[1]
