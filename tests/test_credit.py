@@ -301,7 +301,7 @@ def test_segments_continue_each_other_as_steps_of_a_decision_process() -> None:
         for played in ([whole], cut):
             value = {id(r): np.full(len(r.tokens), 0.3, np.float32) for r in played} if algorithm.critic else None
             assign([group("a", *played)], algorithm, value=value)
-        assert [turn.advantage for r in cut for turn in r.turns] == near([t.advantage for t in whole.turns])[0]  # type: ignore
+        assert [turn.advantage for r in cut for turn in r.turns] == near([t.advantage for t in whole.turns])[0]
 
 
 @pytest.mark.parametrize("name", TABLE)

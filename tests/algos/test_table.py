@@ -70,7 +70,7 @@ def test_every_row_says_what_its_paper_says(
 
 
 def test_every_row_has_its_test_above() -> None:
-    (mark,) = [m for m in test_every_row_says_what_its_paper_says.pytestmark if m.name == "parametrize"]  # type: ignore
+    (mark,) = [m for m in test_every_row_says_what_its_paper_says.pytestmark if m.name == "parametrize"]
     assert {case[0] for case in mark.args[1]} == set(TABLE)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-import time
 from collections.abc import Coroutine, Iterator
 from dataclasses import replace
 from typing import Any
@@ -241,18 +240,13 @@ def test_what_is_cached_again_under_new_weights_tells_the_logprobs_of_its_turn_o
     engine.publish(tiny.params(CONFIG), version=0)
     prompt = [1, 2, 5, 8, 9, 10, 12]
 
-    def publish_once_it_decodes() -> None:
-        while engine.take_stats().decode_calls == 0:
-            time.sleep(1e-4)
-        engine.publish(tiny.params(CONFIG), version=2)
-
     async def story() -> list[Sample]:
         first = await engine.generate(ask("p", prompt, prompt_logprobs=True))
-        engine.take_stats()
         await asyncio.to_thread(engine.publish, tiny.params(CONFIG), 1)  # between two turns
         long = ask("p", [4, 6, 9], len(prompt) + len(first.tokens), stop=(), prompt_logprobs=True, max_tokens=25)
         second = asyncio.create_task(engine.generate(long))
-        await asyncio.to_thread(publish_once_it_decodes)  # in its middle, where the machine is quick enough
+        while not second.done():  # and in the middle of one
+            await asyncio.to_thread(engine.publish, tiny.params(CONFIG), 2)
         return [first, await second]
 
     try:
