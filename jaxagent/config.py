@@ -272,6 +272,11 @@ def _algorithm_faults(c: ConfigDict) -> Iterator[str]:
             f"train.old_logprob must be trainer for algo.importance={row.importance} and algo.filter={row.filter}: what the "
             "sampler said of its own tokens corrects nothing"
         )
+    if c.feed.max_staleness and c.train.old_logprob == "trainer" and row.importance == row.filter == "none":
+        yield (
+            f"feed.max_staleness={c.feed.max_staleness} with train.old_logprob=trainer needs algo.importance or algo.filter: "
+            "ratios to the policy at the start of the step are 1 however old a token is, and nothing corrects for its age"
+        )
     if row.critic and c.critic.warmup_steps >= c.train.steps > 0:
         yield f"critic.warmup_steps={c.critic.warmup_steps} must be below train.steps={c.train.steps}: the policy never moves"
 
@@ -308,6 +313,7 @@ def _inert(c: ConfigDict) -> Iterator[tuple[str, str]]:
         "train.old_logprob": (bool(mode), tuned),
         "learner.replay_routing": (bool(mode), "what is imitated takes the experts that the router gives it"),
         "feed.": (offline, nothing),
+        "feed.max_staleness": (bool(mode), "every round samples what it learns from when it begins"),
         "train.max_broken": (offline, nothing),
         "reward.": (offline, nothing),
         "alarms.limits.kl": (bool(mode), tuned),

@@ -374,8 +374,8 @@ def sampling_metrics(rows: Sequence[Trajectory], version: int) -> dict[str, floa
     ages = np.concatenate(age) if age else np.zeros(0)
     found = {f"rollout/entropy_turn_{turn}{'_on' * (turn == LATE)}": _mean(surprise[turn]) for turn in sorted(surprise)}
     return found | {
-        "off_policy/staleness_mean": float(ages.mean()) if len(ages) else 0.0,
-        "off_policy/staleness_max": float(ages.max(initial=0)),
+        "feed/staleness_mean": float(ages.mean()) if len(ages) else 0.0,
+        "feed/staleness_max": float(ages.max(initial=0)),
     }
 
 

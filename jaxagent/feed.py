@@ -1,11 +1,19 @@
-"""Who waits for whom. With `max_staleness` 0 this is synchronous training: a step's groups are sampled from its weights."""
+"""Who waits for whom. With `max_staleness` 0 this is synchronous training: a step's groups are sampled from its weights.
+
+Above 0 the groups of the next steps are played meanwhile. Nothing is thrown away for being old: what is admitted is paced
+(`Pacing`), and what is admitted is trained, in the order of the stream. Which groups a step is trained on therefore depends on
+the seed only, and not on who finishes first: no step is made of the short episodes. What does depend on time, above 0, is which
+of its turns an episode plays with weights that were published meanwhile; every token says which.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from jaxagent.data.tasks import TaskStream, ValueStream
 from jaxagent.envs.env import ENDLESS, World, size_of
@@ -21,7 +29,7 @@ class FeedOptions:
         prompts: groups of a step.
         rollouts: trajectories of a group.
         max_rounds: how often groups without a signal are replaced by new ones, for algorithms that select mixed groups.
-        max_staleness: versions between sampling and training; only 0 is built.
+        max_staleness: most versions between the weights that sampled a token and those that it is trained on.
         max_repeats: 0 draws tasks in a shuffled order; above, by their value p (1 - p), each at most so often in as many draws
             as there are tasks. For worlds with a fixed number of tasks.
     """
@@ -33,13 +41,12 @@ class FeedOptions:
     max_repeats: int = 0
 
     def __post_init__(self) -> None:
-        if self.max_staleness:
-            raise ValueError(f"feed.max_staleness must be 0 (asynchronous feeding is not built), got {self.max_staleness}")
         for name in ("prompts", "rollouts", "max_rounds"):
             if getattr(self, name) < 1:
                 raise ValueError(f"feed.{name} must be at least 1, got {getattr(self, name)}")
-        if self.max_repeats < 0:
-            raise ValueError(f"feed.max_repeats must be at least 0, got {self.max_repeats}")
+        for name in ("max_staleness", "max_repeats"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"feed.{name} must be at least 0, got {getattr(self, name)}")
 
 
 def stream_of(world: World, seed: int, options: FeedOptions) -> TaskStream | ValueStream:
@@ -55,6 +62,69 @@ def stream_of(world: World, seed: int, options: FeedOptions) -> TaskStream | Val
     return ValueStream(size, seed, options.max_repeats)
 
 
+@dataclass(frozen=True)
+class Pacing:
+    """How many groups may be played ahead so that none is trained too late. Pure: it knows neither time nor threads.
+
+    A step trains on the oldest admitted groups, `prompts` or more of them (more where groups without a signal are replaced).
+    While a step that trains on version v still wants n groups, there may be n + max_staleness * prompts that are admitted and
+    not trained. Number j of those that the step leaves is then trained by step v + 1 + j // prompts <= v + max_staleness, and
+    its tokens are of version v or younger. No step waits for a group that is not admitted, so that nothing can lock up.
+    """
+
+    prompts: int
+    max_staleness: int
+
+    def room(self, wanted: int, held: int, steps_left: int) -> int:
+        """How many groups to admit now.
+
+        Args:
+            wanted: groups that the step still trains on.
+            held: groups that are admitted and not trained.
+            steps_left: steps after this one: nothing is played that nobody would train on.
+        """
+        return max(0, wanted + min(self.max_staleness, steps_left) * self.prompts - held)
+
+
+class Meanwhile(Protocol):
+    """What can be done with a step's first groups while its last ones are played."""
+
+    ordered: bool  # it wants the groups in the order of the stream, whoever finishes first
+
+    @property
+    def waiting(self) -> bool:
+        """Whether there is something to do when the time is right."""
+        ...
+
+    def add(self, group: Group) -> None:
+        """Takes a finished group that will be trained on."""
+        ...
+
+    def work(self) -> bool:
+        """Does one piece of what there is to do; False if it is not the time for it, or there is nothing."""
+        ...
+
+
+@dataclass
+class Admitted:
+    """A group that is played: its place in the stream, the index of its task, its episodes."""
+
+    number: int
+    index: int
+    episodes: list[Future[list[Trajectory]]]
+
+    @property
+    def key(self) -> str:
+        return f"train/{self.number}"
+
+    @property
+    def finished(self) -> bool:
+        return all(episode.done() for episode in self.episodes)
+
+
+POLL_S = 0.005  # how often it is looked whether the device is free, while there is something to do on it
+
+
 class Feed:
     """Draws tasks, has them played, and hands out whole groups in the order of the stream."""
 
@@ -68,45 +138,108 @@ class Feed:
     ):
         self.world, self.tasks, self.rollouts = world, tasks, rollouts
         self.sampling, self.options = sampling, options
+        self.pacing = Pacing(options.prompts, options.max_staleness)
         self.drawn = 0
+        self.ahead: deque[Admitted] = deque()  # admitted and not trained, in the order of the stream
+        self._owed: list[tuple[int, int]] = []  # places and tasks that were admitted before a stop, and are not played yet
 
-    def take(self, *, mixed: bool, shape: Callable[[Group], None] | None = None) -> tuple[list[Group], list[Group]]:
+    def take(
+        self,
+        *,
+        mixed: bool,
+        shape: Callable[[Group], None] | None = None,
+        version: int = 0,
+        steps_left: int = 0,
+        meanwhile: Meanwhile | None = None,
+    ) -> tuple[list[Group], list[Group]]:
         """(groups to train on, all groups sampled). `mixed` replaces groups whose rewards are all equal.
 
         Args:
             shape: shapes the rewards of a finished group, before it is asked whether they differ.
+            version: of the weights that these groups are trained on, which are published.
+            steps_left: steps after this one.
+            meanwhile: what is done with groups while others are played.
         """
         kept: list[Group] = []
         sampled: list[Group] = []
+        self._play(self._owed)
+        self._owed = []
         for _ in range(self.options.max_rounds if mixed else 1):
-            groups = self._sample(self.options.prompts - len(kept))
-            for group in groups if shape else ():
-                shape(group)
-            sampled += groups
-            kept += [group for group in groups if not mixed or has_signal(group)]
+            wanted = self.options.prompts - len(kept)
+            self._admit(self.pacing.room(wanted, len(self.ahead), steps_left))
+            due = [self.ahead.popleft() for _ in range(wanted)]
+            groups: dict[int, Group] = {}
+            for admitted in finished(due, meanwhile):
+                group = groups[admitted.number] = Group(admitted.key, wait(admitted.episodes))
+                if shape:
+                    shape(group)
+                if meanwhile and (not mixed or has_signal(group)):
+                    meanwhile.add(group)
+            for admitted in due:
+                group = groups[admitted.number]
+                self._check_age(group, version)
+                counted = [row for row in group.trajectories if row.stop.counts and not row.segment]
+                self.tasks.tell(admitted.index, sum(row.solved for row in counted), len(counted))
+                sampled.append(group)
+                kept += [group] if not mixed or has_signal(group) else []
             if len(kept) == self.options.prompts:
                 break
         return kept, sampled
 
-    def _sample(self, count: int) -> list[Group]:
-        named = []
+    def _admit(self, count: int) -> None:
+        """Draws tasks and starts their episodes."""
         indices = self.tasks.take(count)
-        for index in indices:
-            named.append((f"train/{self.drawn}", self.world.task("train", index)))
-            self.drawn += 1
-        futures = self.rollouts.play(named, self.options.rollouts, self.sampling)
-        groups = [Group(name, wait(members)) for (name, _), members in zip(named, futures, strict=True)]
-        for index, group in zip(indices, groups, strict=True):
-            counted = [row for row in group.trajectories if row.stop.counts and not row.segment]
-            self.tasks.tell(index, sum(row.solved for row in counted), len(counted))
-        return groups
+        self._play([(self.drawn + i, index) for i, index in enumerate(indices)])
+        self.drawn += count
+
+    def _play(self, places: Sequence[tuple[int, int]]) -> None:
+        named = [(f"train/{number}", self.world.task("train", index)) for number, index in places]
+        started = self.rollouts.play(named, self.options.rollouts, self.sampling)
+        self.ahead += [Admitted(*place, episodes) for place, episodes in zip(places, started, strict=True)]
+
+    def _check_age(self, group: Group, version: int) -> None:
+        """Raises RuntimeError for a token that is older than it may be: the pacing has failed."""
+        for row in group.trajectories:
+            oldest = min((v for v, sampled in zip(row.version, row.mask, strict=True) if sampled), default=version)
+            if version - oldest > self.options.max_staleness:
+                raise RuntimeError(
+                    f"{group.key}, rollout {row.rollout}: a token that version {oldest} of the weights sampled would be trained "
+                    f"on version {version}, but feed.max_staleness is {self.options.max_staleness}: a fault of jaxagent"
+                )
+
+    def metrics(self) -> dict[str, float]:
+        """How far the rollouts are ahead of the step: groups that later steps will train on, and how many of them are done."""
+        done = sum(admitted.finished for admitted in self.ahead)
+        return {"feed/ahead": float(len(self.ahead)), "feed/ahead_finished": float(done)}
 
     def state(self) -> dict[str, Any]:
-        return {"drawn": self.drawn, "tasks": self.tasks.state()}
+        ahead = [(admitted.number, admitted.index) for admitted in self.ahead]
+        return {"drawn": self.drawn, "tasks": self.tasks.state(), "ahead": [*ahead, *self._owed]}
 
     def restore(self, state: dict[str, Any]) -> None:
+        """Goes on from a state; groups that were admitted then are played again, under the keys that they had."""
         self.drawn = state["drawn"]
         self.tasks.restore(state["tasks"])
+        self.ahead.clear()
+        self._owed = [(number, index) for number, index in state["ahead"]]
+
+
+def finished(due: Sequence[Admitted], meanwhile: Meanwhile | None = None) -> Iterator[Admitted]:
+    """Groups as they are finished, or in their order where `meanwhile` wants that; it works while others are played."""
+    news = threading.Event()
+    for episode in (episode for admitted in due for episode in admitted.episodes):
+        episode.add_done_callback(lambda _: news.set())
+    left = list(due)
+    while left:
+        news.clear()
+        ready = [admitted for admitted in left if admitted.finished]
+        if meanwhile is None or meanwhile.ordered:
+            ready = ready[:1] if left[0].finished else []
+        for admitted in ready:
+            left.remove(admitted)
+            yield admitted
+        if left and not ready and not (meanwhile and meanwhile.work()):
+            news.wait(POLL_S if meanwhile and meanwhile.waiting else None)
 
 
 def wait(futures: list[Future[list[Trajectory]]]) -> list[Trajectory]:

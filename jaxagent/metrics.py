@@ -72,6 +72,7 @@ class Clock:
     def __init__(self) -> None:
         self.parts: dict[str, float] = {}
         self._cpu = time.process_time()
+        self._lap = time.monotonic()
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
@@ -80,6 +81,11 @@ class Clock:
             yield
         finally:
             self.parts[name] = self.parts.get(name, 0.0) + time.monotonic() - began
+
+    def lap(self) -> float:
+        """Wall seconds since the last call."""
+        before, self._lap = self._lap, time.monotonic()
+        return self._lap - before
 
     def take(self) -> dict[str, float]:
         """`time/<part>_s` and `time/cpu_s` since the last call."""

@@ -276,13 +276,17 @@ def train(run: Run) -> None:
     run.progress.start("step", run.step - first)
     while run.step < first + c.train.steps:
         step = run.step - first
-        # Rollouts: every group of this step is sampled from the weights published last.
+        # Rollouts: every group of this step is sampled from the weights published last, or ones older by feed.max_staleness.
         with run.clock.part("rollout"):
-            mixed = parts.algorithm.select == "mixed"
-            groups, sampled = run.feed.take(mixed=mixed, shape=shaper(run, step / c.train.steps))
-        values = described(run, sampled) | group_metrics(groups, sampled)
+            groups, sampled = run.feed.take(
+                mixed=parts.algorithm.select == "mixed",
+                shape=shaper(run, step / c.train.steps),
+                version=step,
+                steps_left=c.train.steps - step - 1,
+            )
+        values = described(run, sampled) | group_metrics(groups, sampled) | run.feed.metrics()
         # Gradients: rows without advantage cost nothing.
-        with run.clock.part("train"):
+        with run.clock.part("train"), parts.engines.hold():
             values |= update(run, groups, step)
         run.store.write(f"train-{step + 1:06d}", [row for group in sampled for row in group.trajectories])
         # New weights into the sampler: a copy on the device.
@@ -409,6 +413,8 @@ def described(run: Run, groups: Sequence[Group]) -> dict[str, float]:
     turns = [turn for row in good for turn in row.turns]
     tools = [record for turn in turns for record in turn.tools]
     stats = run.parts.engines.take_stats()
+    since = run.clock.lap()  # of groups ahead of their step something is sampled all the time
+    seconds = since if run.config.feed.max_staleness else run.clock.parts["rollout"]
     values = {
         "reward/mean": mean(row.reward for row in once),
         "reward/outcome": mean(row.outcome for row in once),
@@ -424,7 +430,7 @@ def described(run: Run, groups: Sequence[Group]) -> dict[str, float]:
         "rollout/tool_latency_s": mean(record.latency_s for record in tools),
         "rollout/broken": 1 - len(good) / len(rows),
         "rollout/retried": mean(row.attempts > 1 for row in rows),
-        "engine/tokens_per_s": stats.sampled / max(1e-9, run.clock.parts["rollout"]),
+        "engine/tokens_per_s": stats.sampled / max(1e-9, seconds),
         "engine/fill": stats.sampled / max(1, stats.row_steps),
         "engine/busy_s": stats.busy_s,
         "engine/prefilled": float(stats.prefilled),

@@ -178,7 +178,7 @@ def test_all_faults_of_all_sections_are_told_at_once() -> None:
             "sampling.temperature=0",
             "sampling.top_k=5",
             "feed.rollouts=1",
-            "feed.max_staleness=2",
+            "feed.max_staleness=-1",
             "algo.select=some",
             "algo.length=5",
             "env.options.flaky=1",
@@ -209,7 +209,7 @@ def test_all_faults_of_all_sections_are_told_at_once() -> None:
         "sandbox.url needs sandbox.token_file",
     ):
         assert fault in told
-    assert "feed.max_staleness must be 0" in told or "feed.rollouts must be at least 2" in told
+    assert "feed.max_staleness must be at least 0" in told or "feed.rollouts must be at least 2" in told
 
 
 @pytest.mark.parametrize(
@@ -225,7 +225,7 @@ def test_all_faults_of_all_sections_are_told_at_once() -> None:
         ("lora.targets=w_proj", "'w_proj' matches no linear map; there are q (self_attn.q_proj)"),
         ("learner.frozen_dtype=int8", "learner.frozen_dtype must be one of float32, bfloat16, got 'int8'"),
         ("feed.rollouts=1", "feed.rollouts must be at least 2"),
-        ("feed.max_staleness=1", "feed.max_staleness must be 0"),
+        ("feed.max_staleness=-1", "feed.max_staleness must be at least 0, got -1"),
         ("algo.name=ppo2", "algo.name must be one of reinforce, rloo, grpo"),
         ("algo.clip_low=-1", "algo.clip_low must not be negative, got -1.0"),
         ("critic.lr=0", "critic.lr must be positive, got 0.0"),
@@ -288,6 +288,18 @@ def test_a_key_that_does_nothing_is_a_fault(override: str, spec: str, why: str) 
     assert f"does nothing: {why}" in fault
 
 
+@pytest.mark.parametrize("bound", [1, 4])
+def test_tokens_that_may_be_old_want_ratios_that_see_it(bound: int) -> None:
+    """Against the sampler's log-probs every ratio holds the age; against the trainer's, only what corrects does."""
+    ahead, trainer = f"feed.max_staleness={bound}", "train.old_logprob=trainer"
+    assert faults_with(ahead) == faults_with(ahead, "algo.name=reinforce_pp") == []
+    (fault,) = faults_with(ahead, trainer)
+    assert f"{ahead} with {trainer} needs algo.importance or algo.filter" in fault
+    for name in ("decoupled", "tis", "sequence_mis", "geometric"):
+        assert faults_with(ahead, trainer, f"algo.name={name}") == []
+    assert faults_with(trainer) == []
+
+
 def test_a_key_is_not_inert_where_another_gives_it_a_meaning() -> None:
     assert faults_with("feed.max_rounds=5", "algo.name=dapo") == []
     assert faults_with("algo.length=50", "algo.name=dr_grpo") == []
@@ -295,6 +307,7 @@ def test_a_key_is_not_inert_where_another_gives_it_a_meaning() -> None:
     assert faults_with("algo.importance=token_truncated", "algo.importance_bounds=(0,3)", "train.old_logprob=trainer") == []
     assert faults_with("algo.kl=k1_reward", "algo.kl_coef=0.01") == []
     assert faults_with("algo.gamma=0.9", "algo.turns=all") == []
+    assert faults_with("engine.recompute=true", "feed.max_staleness=2") == []
     assert faults_with("critic.lr=0.1", "critic.warmup_steps=5", "algo.name=ppo", "algo.gae_lambda=0.9") == []
     assert faults_with("feed.rollouts=1", "algo.name=reinforce_pp") == []
     assert faults_with("lora.alpha=3", "lora.targets=q_proj,mlp.*", "lora.rank=4", "learner.frozen_dtype=bfloat16") == []
@@ -395,7 +408,7 @@ def test_what_an_override_switches_off_in_the_file_is_no_fault(override: str) ->
 
 
 def test_a_component_tells_all_that_it_refuses() -> None:
-    config, _ = load(str(CONFIGS / "quickstart.py"), ["feed.rollouts=1", "feed.max_staleness=2", "rollout.attempts=0"])
+    config, _ = load(str(CONFIGS / "quickstart.py"), ["feed.rollouts=1", "feed.max_staleness=-2", "rollout.attempts=0"])
     assert {fault.partition(" must ")[0] for fault in faults(config)} == {
         "feed: feed.max_staleness",
         "feed.rollouts",

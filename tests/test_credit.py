@@ -375,8 +375,8 @@ def test_the_metrics_of_sampling_by_hand() -> None:
         "rollout/entropy_turn_1": 1.0,
         "rollout/entropy_turn_2": 2.0,
         "rollout/entropy_turn_3_on": 3.5,
-        "off_policy/staleness_mean": 2.0,
-        "off_policy/staleness_max": 2.0,
+        "feed/staleness_mean": 2.0,
+        "feed/staleness_max": 2.0,
     }
     assert credit_metrics([], choose("grpo")) == {}
 

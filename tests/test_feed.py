@@ -140,7 +140,7 @@ def test_the_segments_of_a_rollout_are_no_difference_between_rollouts() -> None:
     assert has_signal(Group("g", [first, second, row(0.0)]))
 
 
-@pytest.mark.parametrize("options", [{"prompts": 0}, {"rollouts": 0}, {"max_rounds": 0}, {"max_staleness": 1}])
+@pytest.mark.parametrize("options", [{"prompts": 0}, {"rollouts": 0}, {"max_rounds": 0}, {"max_staleness": -1}])
 def test_options_that_cannot_work_are_refused(options: dict[str, int]) -> None:
     with pytest.raises(ValueError, match=rf"feed\.{next(iter(options))} must be"):
         FeedOptions(**options)

@@ -93,7 +93,7 @@ def test_a_distance_in_the_reward_and_corrections_of_the_sampler(tmp_path: Path)
     for record in records:
         assert record["off_policy/masked"] == record["off_policy/filtered"] == 0.0  # the sampler is the trainer
         assert record["off_policy/ess"] == pytest.approx(1.0, abs=1e-4)
-        assert record["off_policy/staleness_max"] == 0.0
+        assert record["feed/staleness_max"] == 0.0
         assert record["credit/advantage_mean"] == pytest.approx(0.0, abs=1e-5)
     assert max(record["credit/advantage_std"] for record in records) == pytest.approx(1.0, abs=0.05)
 

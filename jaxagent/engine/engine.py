@@ -7,7 +7,6 @@ has cached is kept until `release`, in its slot or in host memory; with `recompu
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import threading
 import time
@@ -21,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jaxagent.engine.answers import fail, resolve, tell
 from jaxagent.engine.cache import new_cache
 from jaxagent.engine.control_table import ControlTable, wants_controls
 from jaxagent.engine.controls import ControlSizes, new_controls
@@ -154,12 +154,12 @@ class Engine:
             await asyncio.to_thread(self.controls.compile, request)  # may take a second, the first time
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Sample] = loop.create_future()
-        self._post(lambda: self._accept(request, (loop, future)))
+        self.post(lambda: self._accept(request, (loop, future)))
         return await future
 
     def release(self, trajectory: str) -> None:
         """Frees the slot of a trajectory; unknown names are fine, so that a caller may always release."""
-        self._post(lambda: self._release(trajectory))
+        self.post(lambda: self._release(trajectory))
 
     def publish(self, params: Params, version: int) -> None:
         """Copies the learner's weights into the sampler's layout, between two calls; returns when they are in."""
@@ -167,7 +167,7 @@ class Engine:
 
     def warm_up(self) -> Future[None]:
         """Compiles every program in the engine's own thread; needs published weights."""
-        return self._post(self._warm_up)
+        return self.post(self._warm_up)
 
     def take_stats(self) -> EngineStats:
         """The counters since the last call."""
@@ -181,11 +181,17 @@ class Engine:
             self._wake.notify()
         self._thread.join()
 
+    @property
+    def devices(self) -> int:
+        """How many devices hold this replica."""
+        return self._mesh.mesh.size
+
     def run(self, work: Callable[[], None]) -> None:
         """Runs `work` in the engine's thread and waits for it."""
-        self._post(work).result()
+        self.post(work).result()
 
-    def _post(self, work: Callable[[], None]) -> Future[None]:
+    def post(self, work: Callable[[], None]) -> Future[None]:
+        """Has the engine's thread do `work`, between two calls of the device."""
         done: Future[None] = Future()
 
         def guarded() -> None:
@@ -394,7 +400,7 @@ class Engine:
                 loop, future = row.ticket
                 answers.setdefault(loop, []).append((future, self._finish(row, end)))
         for loop, batch in answers.items():
-            _tell(loop, _resolve, batch)
+            tell(loop, resolve, batch)
 
     def _freeze(self, row: Row) -> None:
         self._armed["mask"][row.slot] = True
@@ -418,7 +424,7 @@ class Engine:
             fault = "the engine has no weights yet: publish some before sampling"
         if fault:
             loop, future = ticket
-            _tell(loop, _fail, future, ValueError(fault))
+            tell(loop, fail, future, ValueError(fault))
         else:
             self.table.enqueue(request, ticket)
 
@@ -429,7 +435,7 @@ class Engine:
         ticket = self.table.release(trajectory)
         if ticket:
             loop, future = ticket
-            _tell(loop, future.cancel)
+            tell(loop, future.cancel)
 
     def _publish(self, params: Params, version: int) -> None:
         here = jax.device_put(params, self._shardings)
@@ -472,7 +478,7 @@ class Engine:
             item()
         tickets = [row.ticket for row in self.table.rows.values() if row.request]
         for loop, future in [*tickets, *(ticket for _, ticket in self.table.waiting)]:
-            _tell(loop, _fail, future, self._end("the engine was closed before the turn ended"))
+            tell(loop, fail, future, self._end("the engine was closed before the turn ended"))
 
     def _end(self, closed: str) -> RuntimeError:
         """Why nothing is sampled any more: `closed`, or what stopped the thread."""
@@ -481,20 +487,3 @@ class Engine:
         error = RuntimeError(f"the engine stopped: {type(self._failure).__name__}: {self._failure}")
         error.__cause__ = self._failure
         return error
-
-
-def _tell(loop: asyncio.AbstractEventLoop, what: Callable[..., object], *args: object) -> None:
-    """Calls back into a caller's loop; a loop that was closed meanwhile has nobody left who waits."""
-    with contextlib.suppress(RuntimeError):
-        loop.call_soon_threadsafe(what, *args)
-
-
-def _resolve(batch: list[tuple[asyncio.Future, Sample]]) -> None:
-    for future, sample in batch:
-        if not future.done():
-            future.set_result(sample)
-
-
-def _fail(future: asyncio.Future, error: Exception) -> None:
-    if not future.done():
-        future.set_exception(error)

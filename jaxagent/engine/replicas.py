@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
 
 from jaxagent.engine.engine import Engine, EngineStats
@@ -47,6 +49,27 @@ class Replicas:
     def publish(self, params: Params, version: int) -> None:
         for engine in self.engines:
             engine.publish(params, version)
+
+    @contextmanager
+    def hold(self) -> Iterator[None]:
+        """No engine of several devices calls them meanwhile; turns in progress go on afterwards.
+
+        Programs with collectives that two threads send to the same devices may come to each of them in another order, and
+        would wait for each other for ever. An engine of one device has none, and is not held.
+        """
+        arrived, free = threading.Semaphore(0), threading.Event()
+
+        def pause() -> None:
+            arrived.release()
+            free.wait()
+
+        held = [engine.post(pause) for engine in self.engines if engine.devices > 1]
+        for _ in held:
+            arrived.acquire()
+        try:
+            yield
+        finally:
+            free.set()
 
     def warm_up(self) -> None:
         """Compiles all programs, the engines side by side; returns when they are ready."""
