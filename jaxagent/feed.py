@@ -203,8 +203,8 @@ class Feed:
             oldest = min((v for v, sampled in zip(row.version, row.mask, strict=True) if sampled), default=version)
             if version - oldest > self.options.max_staleness:
                 raise RuntimeError(
-                    f"{group.key}, rollout {row.rollout}: a token that version {oldest} of the weights sampled would be trained "
-                    f"on version {version}, but feed.max_staleness is {self.options.max_staleness}: a fault of jaxagent"
+                    f"{group.key}, rollout {row.rollout}: a token that version {oldest} of the weights sampled would be "
+                    f"trained on version {version}, but feed.max_staleness is {self.options.max_staleness}: a fault of jaxagent"
                 )
 
     def metrics(self) -> dict[str, float]:

@@ -178,6 +178,10 @@ class Learner:
             self._acc = self._new_acc()
         self._acc = self._accumulate(self.trained, self.frozen, self._acc, self._put(batch), np.bool_(on_policy))
 
+    def wait(self) -> None:
+        """Returns when the gradient of all that was accumulated is computed."""
+        jax.block_until_ready(self._acc)
+
     def apply(self, idle_share: float = 0.0) -> dict[str, float]:
         """Divides, updates the weights, and returns the step's metrics; a gradient that is not finite updates nothing.
 

@@ -8,7 +8,6 @@ The same config and workdir resume: all draws depend on the seed and the place i
 from __future__ import annotations
 
 import json
-import math
 import signal
 import sys
 import threading
@@ -17,17 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 from ml_collections import ConfigDict
 
 from jaxagent import config as configs
 from jaxagent import supervised
 from jaxagent.alarms import Alarms
-from jaxagent.algos.losses import kl_estimate
 from jaxagent.checkpoint import Checkpoints
-from jaxagent.credit import Credit, assign, counted, credit_metrics, group_metrics, plain_rows, rows_of, sampling_metrics
+from jaxagent.credit import group_metrics, sampling_metrics
 from jaxagent.critic import CriticOptions, begin_again
-from jaxagent.data.pack import Batch, fill, pack, unpack
 from jaxagent.data.store import Store, audit
 from jaxagent.evaluate import evaluate
 from jaxagent.feed import Feed, FeedOptions, has_signal, stream_of
@@ -37,6 +33,7 @@ from jaxagent.parts import Parts, build, faults, shaping_within, use_devices
 from jaxagent.progress import Progress
 from jaxagent.rewards.shaping import components
 from jaxagent.types import Group, Sampling, Trajectory
+from jaxagent.update import Update, UpdateOptions
 from jaxagent.view import report
 from sandbox_client import InfrastructureError, SandboxStartError
 
@@ -276,6 +273,7 @@ def train(run: Run) -> None:
     run.progress.start("step", run.step - first)
     while run.step < first + c.train.steps:
         step = run.step - first
+        update = next_update(run, step)
         # Rollouts: every group of this step is sampled from the weights published last, or ones older by feed.max_staleness.
         with run.clock.part("rollout"):
             groups, sampled = run.feed.take(
@@ -283,11 +281,12 @@ def train(run: Run) -> None:
                 shape=shaper(run, step / c.train.steps),
                 version=step,
                 steps_left=c.train.steps - step - 1,
+                meanwhile=update,
             )
         values = described(run, sampled) | group_metrics(groups, sampled) | run.feed.metrics()
-        # Gradients: rows without advantage cost nothing.
-        with run.clock.part("train"), parts.engines.hold():
-            values |= update(run, groups, step)
+        # Gradients, as far as they were not computed while other groups were played: rows without advantage cost nothing.
+        with run.clock.part("train"):
+            values |= update.finish(groups)
         run.store.write(f"train-{step + 1:06d}", [row for group in sampled for row in group.trajectories])
         # New weights into the sampler: a copy on the device.
         with run.clock.part("publish"):
@@ -300,89 +299,18 @@ def train(run: Run) -> None:
         run.done(values)
 
 
-def update(run: Run, groups: Sequence[Group], step: int) -> dict[str, float]:
-    """One pass over the groups in `train.minibatches` optimizer steps; returns the metrics of those that had tokens."""
-    c, learner, critic, algorithm = run.config, run.parts.learner, run.parts.critic, run.parts.algorithm
-    o = learner.options
-    credits, metrics = credited(run, groups)
-    order = np.random.default_rng((c.seed, step)).permutation(len(groups))
-    minibatches = []
-    for part in np.array_split(order, min(c.train.minibatches, max(1, len(groups)))) if groups else ():
-        rows, idle = rows_of([credit for i in part for credit in credits[i]], keep_idle=algorithm.beyond_advantage)
-        minibatches.append((pack(rows, batch_rows=o.batch_rows, row_tokens=o.row_tokens), idle))
-    policy_moves = critic is None or step >= c.critic.warmup_steps
-    for batch in (batch for batches, _ in minibatches for batch in batches if policy_moves):
-        if c.train.old_logprob == "trainer":
-            batch.old_logprob = learner.score(batch)
-        if algorithm.kl_in_loss:
-            batch.reference = learner.score(batch, reference=True)
-    results, criticised = [], []
-    for batches, idle in minibatches:
-        if critic:
-            for batch in batches:
-                critic.accumulate(batch)
-            criticised.append(critic.apply())
-        if policy_moves:
-            for batch in batches:
-                learner.accumulate(batch)
-            results.append(learner.apply(idle))
-    metrics |= joined([result for result in criticised if result["critic/tokens"]])
-    taught = [result for result in results if result["policy/tokens"]]
-    if not taught:
-        return metrics
-    metrics |= joined(taught)
-    # Only the first minibatch is scored by the weights that sampled it: later ones would show the update, not a mismatch.
-    for name in (name for name in taught[0] if name.startswith(("policy/sampler_logprob_gap", "off_policy/"))):
-        metrics[name] = results[0][name] if results[0]["policy/tokens"] else math.nan
-    return {**metrics, "train/row_fill": fill([batch for batches, _ in minibatches for batch in batches])}
-
-
-def credited(run: Run, groups: Sequence[Group]) -> tuple[list[list[Credit]], dict[str, float]]:
-    """What every row is to learn, after what critic and reference have to say of it."""
-    c, learner, critic, algorithm = run.config, run.parts.learner, run.parts.critic, run.parts.algorithm
-    shape = {"batch_rows": learner.options.batch_rows, "row_tokens": learner.options.row_tokens}
-    asked = critic is not None or algorithm.kl_in_reward
-    trajectories = counted(groups) if asked else []
-    rows = plain_rows(trajectories)
-    batches = pack(rows, **shape)
-
-    def by_row(score: Callable[[Batch], np.ndarray]) -> dict[int, np.ndarray]:
-        scores = unpack(rows, [score(batch) for batch in batches], **shape)
-        return {id(row): x for row, x in zip(trajectories, scores, strict=True)}
-
-    def distance(batch: Batch) -> np.ndarray:
-        now = learner.score(batch) if c.train.old_logprob == "trainer" else batch.logprob
-        return np.asarray(kl_estimate(algorithm.kl_estimate, now - learner.score(batch, reference=True))) * batch.mask
-
-    kl = by_row(distance) if algorithm.kl_in_reward else {}
-    credits = assign(
-        groups,
-        algorithm,
-        penalty={row: algorithm.kl_coef * x for row, x in kl.items()},
-        value=by_row(critic.score) if critic else None,
-        baselines=run.baselines,
-    )
-    metrics = credit_metrics([credit for of_group in credits for credit in of_group], algorithm)
-    if kl:
-        metrics["policy/kl_reference"] = sum(float(x.sum()) for x in kl.values()) / sum(sum(t.mask) for t in trajectories)
-    return credits, metrics
-
-
-def joined(results: Sequence[dict[str, float]]) -> dict[str, float]:
-    """The step's metrics from those of its minibatches."""
-    return {name: joining(name)([result[name] for result in results]) for name in results[0]} if results else {}
+def next_update(run: Run, step: int) -> Update:
+    """The update of a step, to which groups are added while others are played."""
+    c, parts = run.config, run.parts
+    options = UpdateOptions(c.train.minibatches, c.train.old_logprob, ordered=c.engine.exact)
+    moves = parts.critic is None or step >= c.critic.warmup_steps
+    place, means = (c.seed, step), run.baselines
+    return Update(parts.learner, parts.critic, parts.engines, options, place=place, baselines=means, policy_moves=moves)
 
 
 def shaper(run: Run, progress: float) -> Callable[[Group], None] | None:
     """What shapes the rewards of this step's groups, if anything does; `progress` is how far the run is."""
     return (lambda group: run.shaping.apply(group, progress)) if run.shaping.active else None
-
-
-def joining(name: str) -> Callable[[list[float]], float]:
-    """How the minibatches' values of a metric become the step's."""
-    if name.endswith(("/tokens", "/skipped")):
-        return sum
-    return max if name.endswith("_max") else mean
 
 
 def sound(rows: Sequence[Trajectory], max_broken: float) -> list[Trajectory]:

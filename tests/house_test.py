@@ -23,7 +23,7 @@ FLOORS = (
     "agent",
     "rollout",
     "feed serve",
-    "parts evaluate policy supervised",
+    "parts evaluate policy supervised update",
     "train finetune",
     "__main__",
 )

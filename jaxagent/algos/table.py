@@ -104,6 +104,15 @@ class Algorithm:
         return self.kl_in_loss or self.entropy_coef > 0 or self.critic
 
     @property
+    def by_group(self) -> bool:
+        """Whether the gradient of a group is known before the step's other groups are.
+
+        Not where advantages are whitened over the step or taken less a moving mean, nor where a critic's values or the distance
+        to a reference enter them, which are asked of all rollouts together.
+        """
+        return not (self.whiten or self.baseline_decay or self.critic or self.kl_in_reward)
+
+    @property
     def compares(self) -> bool:
         """Whether a rollout alone in its group learns nothing."""
         return self.unit == "rollout" and self.advantage != "plain"

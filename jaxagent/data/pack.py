@@ -107,6 +107,11 @@ def places(lengths: Sequence[int], *, batch_rows: int, row_tokens: int) -> list[
 def pack(rows: Sequence[Row], *, batch_rows: int, row_tokens: int) -> list[Batch]:
     """Micro-batches of `batch_rows` packed rows of `row_tokens` tokens; the last one is filled up with padding."""
     bins = first_fit_decreasing([len(row.tokens) for row in rows], row_tokens)
+    return _filled(rows, bins, batch_rows, row_tokens)
+
+
+def _filled(rows: Sequence[Row], bins: Sequence[Sequence[int]], batch_rows: int, row_tokens: int) -> list[Batch]:
+    """Micro-batches of these bins."""
     batches = []
     for first in range(0, len(bins), batch_rows):
         batch = Batch.empty(batch_rows, row_tokens)
@@ -117,6 +122,35 @@ def pack(rows: Sequence[Row], *, batch_rows: int, row_tokens: int) -> list[Batch
         batch.old_logprob[:] = batch.logprob
         batches.append(batch)
     return batches
+
+
+class Packer:
+    """`pack` for rows that come group by group: a micro-batch is made as soon as there is more than fills one.
+
+    What comes out depends on what was added, call by call, and on nothing else. The packed rows that are the fullest leave
+    first; the others wait for more, so that as little is padding as if all were known.
+    """
+
+    def __init__(self, batch_rows: int, row_tokens: int):
+        self.batch_rows, self.row_tokens = batch_rows, row_tokens
+        self._rows: list[Row] = []
+
+    def add(self, rows: Sequence[Row]) -> list[Batch]:
+        """The micro-batches that are full now."""
+        self._rows += rows
+        bins = first_fit_decreasing([len(row.tokens) for row in self._rows], self.row_tokens)
+        full = (len(bins) - 1) // self.batch_rows * self.batch_rows if bins else 0
+        if not full:
+            return []
+        bins.sort(key=lambda members: -sum(len(self._rows[i].tokens) for i in members))
+        batches = _filled(self._rows, bins[:full], self.batch_rows, self.row_tokens)
+        self._rows = [self._rows[i] for i in sorted(i for members in bins[full:] for i in members)]
+        return batches
+
+    def rest(self) -> list[Batch]:
+        """The micro-batches of what is left, the last one filled up with padding."""
+        rows, self._rows = self._rows, []
+        return pack(rows, batch_rows=self.batch_rows, row_tokens=self.row_tokens)
 
 
 def unpack(rows: Sequence[Row], arrays: Sequence[np.ndarray], *, batch_rows: int, row_tokens: int) -> list[np.ndarray]:

@@ -130,6 +130,7 @@ class Engine:
         self._vocab_size = config.vocab_size
         self._stats = EngineStats()
         self._segment_s = 0.01
+        self._idle_since: float | None = None  # when it had nothing to decode any more
         self._inbox: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
         self._closed = False
@@ -180,6 +181,11 @@ class Engine:
             self._closed = True
             self._wake.notify()
         self._thread.join()
+
+    def idle(self, least_s: float) -> bool:
+        """Whether there has been nothing to decode for so long: all trajectories wait for their tools."""
+        since = self._idle_since
+        return since is not None and time.monotonic() - since >= least_s
 
     @property
     def devices(self) -> int:
@@ -233,6 +239,7 @@ class Engine:
                     if full or (quiet is not None and (quiet <= 0 or not self._wake.wait(quiet))):
                         return True
                     if quiet is None:
+                        self._idle_since = self._idle_since or time.monotonic()
                         self._wake.wait(self._until_room())
                         deadline = time.monotonic() + self.options.linger * self._segment_s
                 work, self._inbox = self._inbox, deque()
@@ -240,6 +247,8 @@ class Engine:
                 item()
             self.table.admit()
             self._make_room()
+            if self.table.sampling:
+                self._idle_since = None
             if self.table.sampling and time.monotonic() > deadline:
                 return True  # a stream of small requests must not keep the turns in progress waiting
 

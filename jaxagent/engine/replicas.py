@@ -12,6 +12,8 @@ from jaxagent.engine.engine import Engine, EngineStats
 from jaxagent.models.transformer import Params
 from jaxagent.types import Sample, SampleRequest
 
+GAP_S = 0.01  # a pause of this length is one in which tools are waited for, not the moment between two calls
+
 
 class Replicas:
     """Sends a trajectory to the least loaded engine and keeps it there. Implements `types.Sampler`.
@@ -49,6 +51,10 @@ class Replicas:
     def publish(self, params: Params, version: int) -> None:
         for engine in self.engines:
             engine.publish(params, version)
+
+    def idle(self) -> bool:
+        """Whether no engine has had anything to decode for a while, so that the devices are free."""
+        return all(engine.idle(GAP_S) for engine in self.engines)
 
     @contextmanager
     def hold(self) -> Iterator[None]:

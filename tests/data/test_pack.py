@@ -8,7 +8,7 @@ from drawn import drawn
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxagent.data.pack import Batch, Row, fill, first_fit_decreasing, pack, places, unpack
+from jaxagent.data.pack import Batch, Packer, Row, fill, first_fit_decreasing, pack, places, unpack
 
 
 def row(first: int, length: int, sampled_from: int = 1) -> Row:
@@ -128,3 +128,30 @@ def test_places_are_where_rows_are_packed(lengths: list[int], batch_rows: int) -
         assert batches[place.batch].tokens[place.m, place.span].tolist() == list(made.tokens)
     back = unpack(rows, [batch.tokens for batch in batches], batch_rows=batch_rows, row_tokens=12)
     assert [tokens.tolist() for tokens in back] == [list(made.tokens) for made in rows]
+
+
+@drawn
+@given(st.lists(st.lists(st.integers(1, 16), max_size=8), max_size=12))
+def test_rows_that_come_group_by_group_are_packed_once_and_nearly_as_densely(groups: list[list[int]]) -> None:
+    packer, batches, rows = Packer(batch_rows=2, row_tokens=16), [], []
+    for lengths in groups:
+        first = 1 + sum(len(row.tokens) for row in rows)
+        added = [row(first + sum(lengths[:i]), length) for i, length in enumerate(lengths)]
+        rows += added
+        batches += packer.add(added)
+    early = len(batches)
+    batches += packer.rest()
+    found = sorted(int(token) for batch in batches for token in batch.tokens[batch.segment > 0])
+    assert found == sorted(token for one in rows for token in one.tokens)
+    assert packer.rest() == []
+    assert len(batches) - early <= 1 or not rows  # all but one were full before the last group was in
+    assert len(batches) <= 1.25 * len(pack(rows, batch_rows=2, row_tokens=16)) + 1
+
+
+def test_a_micro_batch_leaves_when_there_is_more_than_fills_one_the_fullest_rows_first() -> None:
+    packer = Packer(batch_rows=1, row_tokens=10)
+    assert packer.add([row(1, 6)]) == []
+    (batch,) = packer.add([row(20, 9)])
+    assert batch.tokens[0].tolist() == [*range(20, 29), 0]
+    (batch,) = packer.rest()
+    assert batch.tokens[0].tolist() == [*range(1, 7), 0, 0, 0, 0]
