@@ -4,6 +4,7 @@ jaxagent train    --config=FILE[:ARG] --workdir=DIR [--config.KEY=VALUE ...]
 jaxagent finetune --config=FILE[:ARG] --workdir=DIR [--config.KEY=VALUE ...]
 jaxagent eval     --workdir=DIR [--tasks=N] [--rollouts=K] [--split=test] [--temperature=T]
 jaxagent generate --checkpoint=DIR --prompt=TEXT [--temperature=T] [--max-tokens=N]
+jaxagent plan     --config=FILE[:ARG] [--topology=v5e:16x16] [--json] [--config.KEY=VALUE ...]
 jaxagent view     DIR
 jaxagent export   --workdir=DIR --to=DIR [--dtype=float32] [--adapter]
 """
@@ -17,6 +18,7 @@ from collections.abc import Sequence
 from typing import Any
 
 STORIES = ("train", "finetune")
+CONFIGURED = (*STORIES, "plan")  # commands that take a config with overrides
 # Each command's module is imported when it is called: --help must not wait for JAX.
 _HOME = {
     "train": "jaxagent.train",
@@ -24,6 +26,7 @@ _HOME = {
     "eval": "jaxagent.evaluate",
     "generate": "jaxagent.policy",
     "export": "jaxagent.policy",
+    "plan": "jaxagent.plan",
     "view": "jaxagent.view",
 }
 
@@ -51,6 +54,13 @@ def parser() -> argparse.ArgumentParser:
     generate.add_argument("--prompt", required=True)
     generate.add_argument("--temperature", type=float, default=1.0)
     generate.add_argument("--max-tokens", type=count, default=256)
+    plan = commands.add_parser("plan", help="what would run, and whether it fits; with a TPU topology, by the compiler's word")
+    plan.add_argument("--config", required=True, help="as for train")
+    plan.add_argument("--topology", default="", help="of TPUs that need not be here: v5e:4x4, v5p:4x4x4, v6e:16x16")
+    plan.add_argument(
+        "--iteration-s", type=float, default=60.0, help="seconds in which the sandbox serves an iteration's calls"
+    )
+    plan.add_argument("--json", action="store_true")
     view = commands.add_parser("view", help="writes report.html of a run")
     view.add_argument("workdir")
     export = commands.add_parser("export", help="writes a run's policy as a Hugging Face checkpoint directory")
@@ -74,8 +84,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     overrides = [a.removeprefix("--config.") for a in arguments if a.startswith("--config.")]
     options = vars(parser().parse_args([a for a in arguments if not a.startswith("--config.")]))
     command = options.pop("command")
-    if overrides and command not in STORIES:
-        print("--config.KEY=VALUE belongs to jaxagent train and jaxagent finetune", file=sys.stderr)
+    if overrides and command not in CONFIGURED:
+        print(f"--config.KEY=VALUE belongs to jaxagent {', '.join(CONFIGURED)}", file=sys.stderr)
         return 2
     home = importlib.import_module(_HOME[command])
     faults: tuple[type[Exception], ...] = (ValueError, *getattr(home, "FAULTS", ()))
@@ -92,6 +102,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def call(command: str, home: Any, overrides: Sequence[str], options: dict[str, Any]) -> int:
     if command in STORIES:
         return home.run(options["config"], overrides, options["workdir"])
+    if command == "plan":
+        return home.plan(overrides=overrides, as_json=options.pop("json"), **options)
     done = {"eval": "report", "view": "write_report"}.get(command, command)
     return getattr(home, done)(**options)
 

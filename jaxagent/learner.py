@@ -203,10 +203,14 @@ class Learner:
         copies = jax.tree.map(jnp.copy, (self.trained, self.opt_state))
         jax.block_until_ready(self._apply(*copies, acc, np.float32(1.0), self._optimizer.numbers(0.0)))
 
+    def held(self) -> dict[str, Any]:
+        """What a step holds besides the weights, as shapes with placements: the moments and the sums over micro-batches."""
+        moments = jax.tree.map(_placed, jax.eval_shape(_IDLE_ADAMW.init, self.trained), self._moment_shardings())
+        return {"moments": moments, "sums": jax.tree.map(_placed, jax.eval_shape(self._zeros), self._acc_shardings)}
+
     def lower(self) -> dict[str, jax.stages.Lowered]:
         """The programs of a step for the devices of the mesh, which need not be here: to be compiled and read."""
-        moments = jax.tree.map(_placed, jax.eval_shape(_IDLE_ADAMW.init, self.trained), self._moment_shardings())
-        acc = jax.tree.map(_placed, jax.eval_shape(self._zeros), self._acc_shardings)
+        moments, acc = self.held().values()
         empty = Batch.empty(self.options.batch_rows, self.options.row_tokens)
         if self.options.replay_routing:
             empty.route(self.config.layers, self.config.experts_per_token)

@@ -23,13 +23,13 @@ FLOORS = (
     "agent",
     "rollout",
     "feed serve",
-    "parts evaluate policy supervised",
+    "topology parts evaluate policy supervised plan",
     "train finetune",
     "__main__",
 )
 FLOOR = {name: number for number, names in enumerate(FLOORS) for name in names.split()}
 HOST = {"types", "chat", "tools", "rewards", "envs", "agent", "rollout", "feed", "serve", "data", "view", "metrics", "config"}
-KNOW_THE_CONFIG = {"config", "parts", "evaluate", "policy", "view", "train", "finetune", "__main__"}
+KNOW_THE_CONFIG = {"config", "parts", "evaluate", "plan", "policy", "view", "train", "finetune", "__main__"}
 
 
 def modules(package: str) -> dict[str, Path]:
