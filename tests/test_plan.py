@@ -83,7 +83,7 @@ def test_a_critic_costs_its_weights_moments_and_sums_and_scores_are_a_program() 
     own = sum(plain["held_bytes"][part] for part in ("weights", "moments", "gradient sum"))
     c = runs[1].decoder
     instead = 16 * (c.vocab_size * c.width // 2 - c.width)  # of a head for the vocabulary, cut in two, a vector on each
-    assert abs(own - ppo["held_bytes"]["critic"] - instead) < 256  # of the sums for metrics
+    assert abs(own - ppo["held_bytes"]["critic"] - instead) < 512  # of the sums for metrics
     assert ppo["programs"]["all"] == plain["programs"]["all"] + 6
 
 
