@@ -1,6 +1,6 @@
 """The command line. Every command is a thin door to a function that Python callers use too.
 
-jaxagent train    --config=FILE[:ARG] --workdir=DIR [--config.KEY=VALUE ...]
+jaxagent train    --config=FILE[:ARG] --workdir=DIR [--config.KEY=VALUE ...] [--coordinator=HOST:PORT --processes=N --process=I]
 jaxagent finetune --config=FILE[:ARG] --workdir=DIR [--config.KEY=VALUE ...]
 jaxagent eval     --workdir=DIR [--tasks=N] [--rollouts=K] [--split=test] [--temperature=T]
 jaxagent generate --checkpoint=DIR --prompt=TEXT [--temperature=T] [--max-tokens=N]
@@ -13,12 +13,15 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any
 
 STORIES = ("train", "finetune")
 CONFIGURED = (*STORIES, "plan")  # commands that take a config with overrides
+# What several processes that train together are told: flags, and the variables that say the same.
+PROCESSES = {"coordinator": "JAX_COORDINATOR_ADDRESS", "processes": "JAX_NUM_PROCESSES", "process": "JAX_PROCESS_ID"}
 # Each command's module is imported when it is called: --help must not wait for JAX.
 _HOME = {
     "train": "jaxagent.train",
@@ -43,6 +46,9 @@ def parser() -> argparse.ArgumentParser:
         story = commands.add_parser(name, help=said)
         story.add_argument("--config", required=True, help="a file with get_config(arg), as FILE or FILE:ARG")
         story.add_argument("--workdir", required=True)
+        if name == "train":
+            for flag, variable in PROCESSES.items():
+                story.add_argument(f"--{flag}", help=f"of several that train together; or {variable}")
     evaluate = commands.add_parser("eval", help="success on held-out tasks, with its confidence interval")
     evaluate.add_argument("--workdir", required=True)
     evaluate.add_argument("--tasks", type=count, help="default: evaluate.final_tasks of the run")
@@ -101,6 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def call(command: str, home: Any, overrides: Sequence[str], options: dict[str, Any]) -> int:
     if command in STORIES:
+        os.environ.update({PROCESSES[flag]: options[flag] for flag in PROCESSES if options.get(flag)})
         return home.run(options["config"], overrides, options["workdir"])
     if command == "plan":
         return home.plan(overrides=overrides, as_json=options.pop("json"), **options)

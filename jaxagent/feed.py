@@ -10,7 +10,7 @@ from typing import Any
 from jaxagent.data.tasks import TaskStream, ValueStream
 from jaxagent.envs.env import ENDLESS, World, size_of
 from jaxagent.rollout import Rollouts
-from jaxagent.types import Group, Sampling, Trajectory
+from jaxagent.types import Group, Peers, Sampling, Trajectory
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,11 @@ def stream_of(world: World, seed: int, options: FeedOptions) -> TaskStream | Val
 
 
 class Feed:
-    """Draws tasks, has them played, and hands out whole groups in the order of the stream."""
+    """Draws tasks, has them played, and hands out whole groups in the order of the stream.
+
+    Of several hosts each draws all tasks and plays its own. Groups of the others are there in their places, without
+    trajectories: so that hosts agree on the order, and on what was drawn and selected.
+    """
 
     def __init__(
         self,
@@ -65,7 +69,9 @@ class Feed:
         rollouts: Rollouts,
         sampling: Sampling,
         options: FeedOptions,
+        peers: Peers | None = None,
     ):
+        self.peers = peers
         self.world, self.tasks, self.rollouts = world, tasks, rollouts
         self.sampling, self.options = sampling, options
         self.drawn = 0
@@ -79,27 +85,38 @@ class Feed:
         kept: list[Group] = []
         sampled: list[Group] = []
         for _ in range(self.options.max_rounds if mixed else 1):
-            groups = self._sample(self.options.prompts - len(kept))
+            indices, groups = self._sample(self.options.prompts - len(kept))
             for group in groups if shape else ():
                 shape(group)
             sampled += groups
-            kept += [group for group in groups if not mixed or has_signal(group)]
+            ended = self._endings(groups)
+            for index, (solved, played, _) in zip(indices, ended, strict=True):
+                self.tasks.tell(index, solved, played)
+            kept += [group for group, (_, _, signal) in zip(groups, ended, strict=True) if not mixed or signal]
             if len(kept) == self.options.prompts:
                 break
         return kept, sampled
 
-    def _sample(self, count: int) -> list[Group]:
-        named = []
+    def _sample(self, count: int) -> tuple[list[int], list[Group]]:
+        """(the tasks that were drawn, their groups)."""
         indices = self.tasks.take(count)
-        for index in indices:
-            named.append((f"train/{self.drawn}", self.world.task("train", index)))
-            self.drawn += 1
+        drawn = dict(enumerate(indices, start=self.drawn))
+        self.drawn += count
+        own = [number for number in drawn if self.peers is None or self.peers.owns(number)]
+        named = [(f"train/{number}", self.world.task("train", drawn[number])) for number in own]
         futures = self.rollouts.play(named, self.options.rollouts, self.sampling)
-        groups = [Group(name, wait(members)) for (name, _), members in zip(named, futures, strict=True)]
-        for index, group in zip(indices, groups, strict=True):
+        played = dict(zip(own, futures, strict=True))
+        return indices, [Group(f"train/{number}", wait(played.get(number, []))) for number in drawn]
+
+    def _endings(self, groups: list[Group]) -> list[tuple[int, int, bool]]:
+        """(how many rollouts solved it, how many count, whether it has a signal) of every group, whoever played it."""
+        ended: dict[str, tuple[int, int, bool]] = {}
+        for group in (group for group in groups if group.trajectories):
             counted = [row for row in group.trajectories if row.stop.counts and not row.segment]
-            self.tasks.tell(index, sum(row.solved for row in counted), len(counted))
-        return groups
+            ended[group.key] = sum(row.solved for row in counted), len(counted), has_signal(group)
+        for others in self.peers.gather(ended) if self.peers else ():
+            ended |= others
+        return [ended[group.key] for group in groups]
 
     def state(self) -> dict[str, Any]:
         return {"drawn": self.drawn, "tasks": self.tasks.state()}

@@ -31,8 +31,9 @@ from jaxagent.data.pack import Batch, fill, pack, unpack
 from jaxagent.data.store import Store, audit
 from jaxagent.evaluate import evaluate
 from jaxagent.feed import Feed, FeedOptions, has_signal, stream_of
+from jaxagent.hosts import here, join
 from jaxagent.learner import OptimizerOptions
-from jaxagent.metrics import Clock, Metrics, peak_bytes, read
+from jaxagent.metrics import Clock, Mean, Metrics, peak_bytes, read
 from jaxagent.parts import Parts, build, faults, shaping_within, use_devices
 from jaxagent.progress import Progress
 from jaxagent.rewards.shaping import components
@@ -41,6 +42,7 @@ from jaxagent.view import report
 from sandbox_client import InfrastructureError, SandboxStartError
 
 EXIT_DONE, EXIT_AGAIN = 0, 75
+mean = Mean.of
 
 
 class Preempted(Exception):
@@ -63,14 +65,16 @@ class Run:
 
     def __init__(self, config: ConfigDict, workdir: Path, parts: Parts, progress: Progress):
         self.config, self.workdir, self.parts, self.progress = config, workdir, parts, progress
-        self.metrics = Metrics(workdir / "metrics.jsonl")
-        self.store = Store(workdir / "trajectories")
+        self.hosts = parts.hosts
+        self.metrics = Metrics(workdir / "metrics.jsonl", writes=self.hosts.first)
+        own = "" if self.hosts.first else f"host-{self.hosts.index}"  # every host keeps the trajectories that it played
+        self.store = Store(workdir / "trajectories" / own)
         self.checkpoints = Checkpoints(workdir / "checkpoints", config.checkpoint.keep)
         self.clock = Clock()
         self.results: dict[str, Any] = {}  # evaluations, as they stand in eval.json
         options = FeedOptions(**config.feed)
         tasks = stream_of(parts.world, config.seed, options)
-        self.feed = Feed(parts.world, tasks, parts.rollouts, Sampling(**config.sampling), options)
+        self.feed = Feed(parts.world, tasks, parts.rollouts, Sampling(**config.sampling), options, self.hosts)
         self.shaping = shaping_within(config)(**config.reward)
         self.alarms = Alarms(**config.alarms, tools=bool(parts.world.tools))
         self.baselines: dict[str, float] = {}  # moving means of the roles' returns, for algorithms that have them
@@ -97,6 +101,8 @@ class Run:
     def record(self, name: str, table: dict[str, Any]) -> None:
         """Keeps an evaluation in eval.json, whole or not at all."""
         self.results[name] = table
+        if not self.hosts.first:
+            return
         partial = self.workdir / "eval.partial"
         partial.write_text(json.dumps(self.results, indent=2) + "\n")
         partial.rename(self.workdir / "eval.json")
@@ -109,6 +115,7 @@ class Run:
         for name, reason in alarms.items():
             self.progress.say(f"alarm, {name}: at step {self.step} {reason}", style="yellow")
         fatal = [name for name in alarms if name in self.alarms.stop]
+        self.stopping = self.hosts.any(self.stopping)
         if self.step % self.config.checkpoint.every == 0 or self.stopping or fatal:
             self.save()
         if self.stopping or fatal:
@@ -129,20 +136,26 @@ def run(spec: str, overrides: Sequence[str], workdir: str) -> int:
 
 def main(config: ConfigDict, workdir: str | Path, progress: Progress | None = None) -> int:
     """Trains, evaluates, and leaves a workdir with checkpoints, trajectories, metrics, eval.json and report.html."""
-    workdir, progress = Path(workdir), progress or Progress()
+    workdir = Path(workdir)
     if found := faults(config):
         raise configs.ConfigError(found)
     if config.finetune.mode:
         raise configs.ConfigError([f"finetune.mode={config.finetune.mode}: this config is for jaxagent finetune, not train"])
     prepare(config, workdir)
+    join()
     use_devices(config)
-    parts = build(config, workdir / "sandbox.log")
-    configs.save(config, workdir / "config.json")  # only now: a config that cannot run leaves its workdir free for another
-    try:
-        return story(Run(config, workdir, parts, progress), tell, resume, warm_up, train, finish)
-    finally:
-        progress.stop()
-        parts.close()
+    hosts = here()
+    progress = progress or Progress(hosts.voice)
+    with hosts.ending_together(FAULTS):
+        hosts.check(workdir, config.to_json(sort_keys=True), jax.local_device_count())
+        parts = build(config, workdir / hosts.own("sandbox.log"))
+        if hosts.first:
+            configs.save(config, workdir / "config.json")  # only now: a config that cannot run leaves its workdir to another
+        try:
+            return story(Run(config, workdir, parts, progress), tell, resume, warm_up, train, finish)
+        finally:
+            progress.stop()
+            parts.close()
 
 
 def story(run: Run, *chapters: Callable[[Run], None]) -> int:
@@ -218,7 +231,7 @@ def resume(run: Run) -> None:
 def recall(run: Run) -> None:
     """Takes up the metrics where the run is, and lets the alarms see what they saw."""
     run.metrics.start(run.step + 1)
-    for record in read(run.metrics.path):
+    for record in (record for record in read(run.metrics.path) if record["step"] <= run.step):
         run.alarms.look(record)
 
 
@@ -248,7 +261,7 @@ def warm_up(run: Run) -> None:
         run.progress.start("warm-up", run.step)
         while run.step < c.warmup.steps:
             with run.clock.part("sft"):
-                metrics = supervised.supervise(parts.learner, rows, c.warmup.batch, (c.seed, run.step))
+                metrics = supervised.supervise(parts.learner, rows, c.warmup.batch, (c.seed, run.step), run.hosts)
             if run.step + 1 == c.warmup.steps:
                 parts.engines.publish(parts.learner.params, version=0)
                 before(run)
@@ -280,7 +293,7 @@ def train(run: Run) -> None:
         with run.clock.part("rollout"):
             mixed = parts.algorithm.select == "mixed"
             groups, sampled = run.feed.take(mixed=mixed, shape=shaper(run, step / c.train.steps))
-        values = described(run, sampled) | group_metrics(groups, sampled)
+        values = run.hosts.combined(described(run, sampled) | group_metrics(groups, sampled))
         # Gradients: rows without advantage cost nothing.
         with run.clock.part("train"):
             values |= update(run, groups, step)
@@ -305,7 +318,8 @@ def update(run: Run, groups: Sequence[Group], step: int) -> dict[str, float]:
     minibatches = []
     for part in np.array_split(order, min(c.train.minibatches, max(1, len(groups)))) if groups else ():
         rows, idle = rows_of([credit for i in part for credit in credits[i]], keep_idle=algorithm.beyond_advantage)
-        minibatches.append((pack(rows, batch_rows=o.batch_rows, row_tokens=o.row_tokens), idle))
+        minibatches.append((pack(rows, batch_rows=learner.own_rows, row_tokens=o.row_tokens), idle))
+    minibatches = run.hosts.level(minibatches, learner.empty)  # as many micro-batches on every host
     policy_moves = critic is None or step >= c.critic.warmup_steps
     for batch in (batch for batches, _ in minibatches for batch in batches if policy_moves):
         if c.train.old_logprob == "trainer":
@@ -336,11 +350,11 @@ def update(run: Run, groups: Sequence[Group], step: int) -> dict[str, float]:
 def credited(run: Run, groups: Sequence[Group]) -> tuple[list[list[Credit]], dict[str, float]]:
     """What every row is to learn, after what critic and reference have to say of it."""
     c, learner, critic, algorithm = run.config, run.parts.learner, run.parts.critic, run.parts.algorithm
-    shape = {"batch_rows": learner.options.batch_rows, "row_tokens": learner.options.row_tokens}
+    shape = {"batch_rows": learner.own_rows, "row_tokens": learner.options.row_tokens}
     asked = critic is not None or algorithm.kl_in_reward
     trajectories = counted(groups) if asked else []
     rows = plain_rows(trajectories)
-    batches = pack(rows, **shape)
+    batches = run.hosts.level([(pack(rows, **shape), 0.0)], learner.empty)[0][0]
 
     def by_row(score: Callable[[Batch], np.ndarray]) -> dict[int, np.ndarray]:
         scores = unpack(rows, [score(batch) for batch in batches], **shape)
@@ -360,8 +374,9 @@ def credited(run: Run, groups: Sequence[Group]) -> tuple[list[list[Credit]], dic
     )
     metrics = credit_metrics([credit for of_group in credits for credit in of_group], algorithm)
     if kl:
-        metrics["policy/kl_reference"] = sum(float(x.sum()) for x in kl.values()) / sum(sum(t.mask) for t in trajectories)
-    return credits, metrics
+        sampled = sum(sum(t.mask) for t in trajectories)
+        metrics["policy/kl_reference"] = Mean(sum(float(x.sum()) for x in kl.values()), sampled)
+    return credits, run.hosts.combined(metrics)
 
 
 def joined(results: Sequence[dict[str, float]]) -> dict[str, float]:
@@ -413,19 +428,19 @@ def described(run: Run, groups: Sequence[Group]) -> dict[str, float]:
         "reward/mean": mean(row.reward for row in once),
         "reward/outcome": mean(row.outcome for row in once),
         "reward/success": mean(row.solved for row in once),
-        "reward/informative_groups": mean(has_signal(group) for group in groups),
-        "rollout/turns": len(turns) / len(once),
-        "rollout/tokens": sampled / len(once),
-        "rollout/entropy": -sum(sum(row.logprob) for row in good) / max(1, sampled),
+        "reward/informative_groups": mean(has_signal(group) for group in groups if group.trajectories),
+        "rollout/turns": Mean(len(turns), len(once)),
+        "rollout/tokens": Mean(sampled, len(once)),
+        "rollout/entropy": Mean(-sum(sum(row.logprob) for row in good), sampled),
         "rollout/parse_errors": mean(bool(turn.error) for turn in turns),
         "rollout/tool_errors": mean(record.outcome != "ok" for record in tools),
         "rollout/tool_calls": float(len(tools)),
         "rollout/tools_reached": float(sum(record.outcome not in ("bad_arguments", "unknown_tool") for record in tools)),
         "rollout/tool_latency_s": mean(record.latency_s for record in tools),
-        "rollout/broken": 1 - len(good) / len(rows),
+        "rollout/broken": Mean(len(rows) - len(good), len(rows)),
         "rollout/retried": mean(row.attempts > 1 for row in rows),
         "engine/tokens_per_s": stats.sampled / max(1e-9, run.clock.parts["rollout"]),
-        "engine/fill": stats.sampled / max(1, stats.row_steps),
+        "engine/fill": Mean(stats.sampled, stats.row_steps),
         "engine/busy_s": stats.busy_s,
         "engine/prefilled": float(stats.prefilled),
         "engine/forked": float(stats.forked),
@@ -434,7 +449,8 @@ def described(run: Run, groups: Sequence[Group]) -> dict[str, float]:
     }
     values |= sampling_metrics(good, run.step - run.config.warmup.steps)
     values |= {f"reward/{name}": value for name, value in components(good).items()}
-    for stop in sorted({row.stop for row in rows}):
+    stops = run.hosts.gather(sorted({row.stop for row in rows}))
+    for stop in sorted({stop for of_host in stops for stop in of_host}):
         values[f"rollout/stop_{stop}"] = mean(row.stop == stop for row in rows)
     return values
 
@@ -457,9 +473,8 @@ def score(run: Run, label: str, split: str, tasks: int, *, ablated: bool = False
     c = run.config.evaluate
     sampling = Sampling(**{**run.config.sampling, "temperature": c.temperature})
     with run.clock.part("eval"):
-        table, rows = evaluate(
-            run.parts.rollouts, run.parts.world, sampling, split=split, tasks=tasks, k=c.rollouts, ablated=ablated
-        )
+        how = {"split": split, "tasks": tasks, "k": c.rollouts, "ablated": ablated}
+        table, rows = evaluate(run.parts.rollouts, run.parts.world, sampling, **how, hosts=run.hosts)
     run.store.write(label, rows)
     run.parts.engines.take_stats()
     return table
@@ -479,6 +494,8 @@ def finish(run: Run) -> None:
     if c.evaluate.ablate:
         run.record("ablated", score(run, "ablated", "test", n, ablated=True))
     run.checkpoints.wait()
+    if not run.hosts.first:
+        return
     page = report(run.workdir)
     run.progress.table(*comparison(run.results))
     run.progress.say(f"time: {spent(run)}")
@@ -516,9 +533,3 @@ def spent(run: Run) -> str:
     cpu = totals.pop("cpu")
     parts = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in sorted(totals.items(), key=lambda x: -x[1]))
     return f"{parts}; {cpu:.0f} CPU-s and {peak_bytes() / 2**30:.1f} GiB in this process"
-
-
-def mean(values: Any) -> float:
-    """The mean, or 0 of nothing."""
-    values = list(values)
-    return sum(values) / len(values) if values else 0.0
