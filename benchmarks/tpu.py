@@ -8,30 +8,25 @@ over layers. Nothing is allocated and nothing runs, so it says nothing of second
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import re
 import time
 from dataclasses import dataclass
 from typing import Any
 
-# Read when the compiler is loaded: there is no TPU here to be asked, and none to be used.
-os.environ.update(TPU_SKIP_MDS_QUERY="1", TPU_ACCELERATOR_TYPE="v5litepod-4", TPU_WORKER_HOSTNAMES="localhost")
-os.environ.update(JAX_PLATFORMS="cpu", ALLOW_MULTIPLE_LIBTPU_LOAD="1")  # others may compile at the same time
+os.environ["JAX_PLATFORMS"] = "cpu"  # nothing runs here
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"  # which cannot be read for devices that are not here
 
 import jax
 from flax import nnx
-from jax.experimental import topologies
 
 from jaxagent.algos.table import TABLE
-from jaxagent.compiled import Collective, collectives, summary
+from jaxagent.compiled import collectives, summary
 from jaxagent.learner import Learner, LearnerOptions
 from jaxagent.models.hf import FAMILIES
-from jaxagent.models.transformer import Decoder, DecoderConfig, Params, params_of
+from jaxagent.models.transformer import Decoder, DecoderConfig, params_of
 from jaxagent.sharding import DeviceMesh
-
-MEMORY_GB = {"v5e": 16, "v5p": 95, "v6e": 32}  # of a chip
+from jaxagent.topology import CHIPS, active_weights, by_place, devices_of, size_bytes
 
 # config.json of each, as far as shapes go.
 MODELS: dict[str, dict[str, Any]] = {
@@ -139,12 +134,12 @@ def main() -> None:
 def measure(job: Job, layers: int = 0) -> list[str]:
     """The row of a job."""
     config = decoder(job.model, layers)
-    mesh = DeviceMesh.build(devices=topologies.get_topology_desc(job.topology, platform="tpu").devices, **job.axes)
+    mesh = DeviceMesh.build(devices=devices_of(job.topology), **job.axes)
     learner = step(config, mesh, job.row_tokens)
     chips = mesh.mesh.size
-    weights = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in jax.tree.leaves(learner.params))
-    state_gb = 16 * weights / 1e9  # float32 weights, two moments, and the gradient's sum
-    flop = 8 * active(config, learner.params) * mesh.parts("rows") * job.row_tokens / chips
+    # Float32 weights, two moments, and the gradient's sum.
+    state_gb = 4 * size_bytes(learner.params) / 1e9
+    flop = 8 * active_weights(config, learner.params) * mesh.parts("rows") * job.row_tokens / chips
     told = [
         job.model,
         f"{chips} {job.topology.partition(':')[0]}",
@@ -153,7 +148,7 @@ def measure(job: Job, layers: int = 0) -> list[str]:
         f"{state_gb:.2f}",
     ]
     start = time.monotonic()
-    limit = MEMORY_GB[job.topology.partition(":")[0]]
+    limit = round(CHIPS[job.topology.partition(":")[0]].memory_gb * 2**30 / 1e9, 1)
     try:
         programs = {name: lowered.compile() for name, lowered in learner.lower().items()}
     except jax.errors.JaxRuntimeError as error:
@@ -183,21 +178,6 @@ def step(config: DecoderConfig, mesh: DeviceMesh, row_tokens: int) -> Learner:
     shapes = params_of(nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0))))[1]
     options = LearnerOptions(mesh.parts("rows"), row_tokens, 1024, remat="full", dtype="bfloat16")
     return Learner(config, shapes, mesh, TABLE["grpo"], options)
-
-
-def active(config: DecoderConfig, params: Params) -> float:
-    """Weights that multiply a token: a forward pass is 2 FLOP for each, with two backward ones and one again 8."""
-    blocks = sum(leaf.size for leaf in jax.tree.leaves(params["blocks"]))
-    experts = sum(params["blocks"][name].size for name in ("gate", "up", "down")) if config.experts else 0
-    idle = experts * (1 - config.experts_per_token / config.experts) if config.experts else 0
-    return blocks - idle + config.vocab_size * config.width
-
-
-def by_place(found: list[Collective]) -> tuple[list[Collective], list[Collective], list[Collective]]:
-    """Those of the loop over layers forward, backward, and those outside of it."""
-    backward = [one for one in found if "transpose(jvp(layers))" in one.loop]
-    forward = [one for one in found if "layers" in one.loop and one not in backward]
-    return forward, backward, [one for one in found if "layers" not in one.loop]
 
 
 if __name__ == "__main__":

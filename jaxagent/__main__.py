@@ -1,9 +1,10 @@
 """The command line. Every command is a thin door to a function that Python callers use too.
 
-jaxagent train    --config=FILE[:ARG] --workdir=DIR [--config.KEY=VALUE ...]
+jaxagent train    --config=FILE[:ARG] --workdir=DIR [--config.KEY=VALUE ...] [--coordinator=HOST:PORT --processes=N --process=I]
 jaxagent finetune --config=FILE[:ARG] --workdir=DIR [--config.KEY=VALUE ...]
 jaxagent eval     --workdir=DIR [--tasks=N] [--rollouts=K] [--split=test] [--temperature=T]
 jaxagent generate --checkpoint=DIR --prompt=TEXT [--temperature=T] [--max-tokens=N]
+jaxagent plan     --config=FILE[:ARG] [--topology=v5e:16x16] [--json] [--config.KEY=VALUE ...]
 jaxagent view     DIR
 jaxagent export   --workdir=DIR --to=DIR [--dtype=float32] [--adapter]
 """
@@ -12,11 +13,15 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any
 
 STORIES = ("train", "finetune")
+CONFIGURED = (*STORIES, "plan")  # commands that take a config with overrides
+# What several processes that train together are told: flags, and the variables that say the same.
+PROCESSES = {"coordinator": "JAX_COORDINATOR_ADDRESS", "processes": "JAX_NUM_PROCESSES", "process": "JAX_PROCESS_ID"}
 # Each command's module is imported when it is called: --help must not wait for JAX.
 _HOME = {
     "train": "jaxagent.train",
@@ -24,6 +29,7 @@ _HOME = {
     "eval": "jaxagent.evaluate",
     "generate": "jaxagent.policy",
     "export": "jaxagent.policy",
+    "plan": "jaxagent.plan",
     "view": "jaxagent.view",
 }
 
@@ -40,6 +46,9 @@ def parser() -> argparse.ArgumentParser:
         story = commands.add_parser(name, help=said)
         story.add_argument("--config", required=True, help="a file with get_config(arg), as FILE or FILE:ARG")
         story.add_argument("--workdir", required=True)
+        if name == "train":
+            for flag, variable in PROCESSES.items():
+                story.add_argument(f"--{flag}", help=f"of several that train together; or {variable}")
     evaluate = commands.add_parser("eval", help="success on held-out tasks, with its confidence interval")
     evaluate.add_argument("--workdir", required=True)
     evaluate.add_argument("--tasks", type=count, help="default: evaluate.final_tasks of the run")
@@ -51,6 +60,13 @@ def parser() -> argparse.ArgumentParser:
     generate.add_argument("--prompt", required=True)
     generate.add_argument("--temperature", type=float, default=1.0)
     generate.add_argument("--max-tokens", type=count, default=256)
+    plan = commands.add_parser("plan", help="what would run, and whether it fits; with a TPU topology, by the compiler's word")
+    plan.add_argument("--config", required=True, help="as for train")
+    plan.add_argument("--topology", default="", help="of TPUs that need not be here: v5e:4x4, v5p:4x4x4, v6e:16x16")
+    plan.add_argument(
+        "--iteration-s", type=float, default=60.0, help="seconds in which the sandbox serves an iteration's calls"
+    )
+    plan.add_argument("--json", action="store_true")
     view = commands.add_parser("view", help="writes report.html of a run")
     view.add_argument("workdir")
     export = commands.add_parser("export", help="writes a run's policy as a Hugging Face checkpoint directory")
@@ -74,8 +90,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     overrides = [a.removeprefix("--config.") for a in arguments if a.startswith("--config.")]
     options = vars(parser().parse_args([a for a in arguments if not a.startswith("--config.")]))
     command = options.pop("command")
-    if overrides and command not in STORIES:
-        print("--config.KEY=VALUE belongs to jaxagent train and jaxagent finetune", file=sys.stderr)
+    if overrides and command not in CONFIGURED:
+        print(f"--config.KEY=VALUE belongs to jaxagent {', '.join(CONFIGURED)}", file=sys.stderr)
         return 2
     home = importlib.import_module(_HOME[command])
     faults: tuple[type[Exception], ...] = (ValueError, *getattr(home, "FAULTS", ()))
@@ -91,7 +107,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def call(command: str, home: Any, overrides: Sequence[str], options: dict[str, Any]) -> int:
     if command in STORIES:
+        os.environ.update({PROCESSES[flag]: options[flag] for flag in PROCESSES if options.get(flag)})
         return home.run(options["config"], overrides, options["workdir"])
+    if command == "plan":
+        return home.plan(overrides=overrides, as_json=options.pop("json"), **options)
     done = {"eval": "report", "view": "write_report"}.get(command, command)
     return getattr(home, done)(**options)
 

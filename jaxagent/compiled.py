@@ -19,6 +19,7 @@ _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.*?[\])}]) ([\w\-]+)\(
 _CALLED = re.compile(r"\b(body|condition|calls|to_apply|called_computations|branch_computations)=(%[\w.\-]+|\{[^}]*\})")
 _ARRAY = re.compile(r"\b([a-z]+\d*\w*)\[([\d,]*)\]")
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _CHAIN = re.compile(r'chain_id="(\d+)"')
 
 
@@ -32,6 +33,7 @@ class Collective:
     body: str  # that loop's own name in the text
     source: str  # the name that tracing gave to itself
     overlapped: bool  # whether the device computes meanwhile
+    runs: int = 1  # how often, by the trip counts of the loops around it that the compiler knows
 
     @property
     def size_bytes(self) -> int:
@@ -85,22 +87,23 @@ def _computations(text: str) -> Iterator[tuple[str, list[str]]]:
             lines.append(line)
 
 
-def _loops(computations: dict[str, list[str]]) -> dict[str, tuple[str, str]]:
-    """Every living computation's innermost loop: the name that tracing gave to it, and its body."""
-    loops, ahead = {"ENTRY": ("", "")}, ["ENTRY"]
+def _loops(computations: dict[str, list[str]]) -> dict[str, tuple[str, str, int]]:
+    """Every living computation's innermost loop: the name that tracing gave to it, its body, and how often that runs."""
+    loops, ahead = {"ENTRY": ("", "", 1)}, ["ENTRY"]
     while ahead:
         name = ahead.pop()
         for line in computations[name]:
             for how, callees in _CALLED.findall(line):
                 for callee in re.findall(r"[\w.\-]+", callees):
                     if callee in computations and callee not in loops:
-                        op_name = _OP_NAME.search(line)
-                        loops[callee] = (op_name[1] if op_name else callee, callee) if how == "body" else loops[name]
+                        op_name, trips = _OP_NAME.search(line), _TRIPS.search(line)
+                        runs = loops[name][2] * (int(trips[1]) if trips else 1)
+                        loops[callee] = (op_name[1] if op_name else callee, callee, runs) if how == "body" else loops[name]
                         ahead.append(callee)
     return loops
 
 
-def _collective(computation: str, line: str, lines: list[str], loop: tuple[str, str]) -> Collective | None:
+def _collective(computation: str, line: str, lines: list[str], loop: tuple[str, str, int]) -> Collective | None:
     instruction = _INSTRUCTION.match(line)
     if not instruction:
         return None
@@ -119,7 +122,8 @@ def _collective(computation: str, line: str, lines: list[str], loop: tuple[str, 
         kind = "reduce-scatter"  # as a TPU writes it: a fusion of an all-reduce and a slice
     overlapped = opcode.endswith("-start") or "async_collective" in computation or "async_collective_name" in line
     source = _OP_NAME.search(line)
-    return Collective(kind, tuple(arrays), *loop, source[1] if source else "", overlapped or bool(_CHAIN.search(line)))
+    overlapped |= bool(_CHAIN.search(line))
+    return Collective(kind, tuple(arrays), loop[0], loop[1], source[1] if source else "", overlapped, loop[2])
 
 
 def _operands(line: str, opcode: str) -> list[str]:

@@ -23,6 +23,7 @@ from jaxagent.algos.advantages import (
 )
 from jaxagent.algos.table import Algorithm
 from jaxagent.data.pack import Row
+from jaxagent.metrics import Mean
 from jaxagent.types import Group, StopReason, Trajectory, Turn, by_rollout
 
 
@@ -346,11 +347,11 @@ def credit_metrics(credits: Sequence[Credit], algorithm: Algorithm) -> dict[str,
     if not len(a):
         return {}
     found = {
-        "credit/advantage_mean": float(a.mean()),
+        "credit/advantage_mean": Mean(float(a.sum()), len(a)),
         "credit/advantage_std": float(a.std()),
         "credit/advantage_min": float(a.min()),
         "credit/advantage_max": float(a.max()),
-        "credit/positive_tokens": float((a > 0).mean()),
+        "credit/positive_tokens": Mean(float((a > 0).sum()), len(a)),
     }
     if algorithm.turns == "state":
         keys = [(c.row.group, c.row.role, turn.state) for c in credits for turn in c.row.turns]
@@ -374,10 +375,10 @@ def sampling_metrics(rows: Sequence[Trajectory], version: int) -> dict[str, floa
     ages = np.concatenate(age) if age else np.zeros(0)
     found = {f"rollout/entropy_turn_{turn}{'_on' * (turn == LATE)}": _mean(surprise[turn]) for turn in sorted(surprise)}
     return found | {
-        "feed/staleness_mean": float(ages.mean()) if len(ages) else 0.0,
+        "feed/staleness_mean": Mean(float(ages.sum()), len(ages)),
         "feed/staleness_max": float(ages.max(initial=0)),
     }
 
 
 def _mean(values: Sequence[float]) -> float:
-    return float(np.mean(values)) if len(values) else 0.0
+    return Mean(float(np.sum(values)), len(values))

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from jaxagent import config as configs
 from jaxagent.envs.env import World, size_of
 from jaxagent.feed import wait
+from jaxagent.hosts import ALONE, Hosts
 from jaxagent.parts import build, restore_weights, use_devices
 from jaxagent.rollout import Rollouts
 from jaxagent.types import Sampling, Trajectory, by_rollout
@@ -25,15 +27,26 @@ def evaluate(
     tasks: int,
     k: int = 1,
     ablated: bool = False,
+    hosts: Hosts = ALONE,
 ) -> tuple[dict[str, Any], list[Trajectory]]:
     """Plays `k` episodes of each of the first `tasks` tasks of a split, or all it has; returns the table and the trajectories.
 
-    The draws depend on the run's seed, the split and the task only, so two policies meet the same luck.
+    Hosts play a share of the tasks each, and return the table of all with the trajectories of their own. The draws depend on
+    the run's seed, the split and the task only, so two policies meet the same luck.
     """
     named = [(f"{split}/{i}", world.task(split, i)) for i in range(min(tasks, size_of(world, split)))]
-    futures = rollouts.play(named, k, sampling, ablated=ablated)
+    futures = rollouts.play(hosts.share(named), k, sampling, ablated=ablated)
     groups = [wait(members) for members in futures]
-    return summarise(groups, k), [trajectory for group in groups for trajectory in group]
+    everyone = hosts.together([[shortened(t) for t in group] for group in groups]) if hosts.count > 1 else []
+    table = summarise([[Trajectory.from_json(t) for t in group] for group in everyone] or groups, k)
+    return table, [trajectory for group in groups for trajectory in group]
+
+
+def shortened(trajectory: Trajectory) -> dict[str, Any]:
+    """How an episode went, as JSON and without its tokens: all that a table needs."""
+    nothing: dict[str, Any] = {name: [] for name in ("tokens", "mask", "logprob", "version", "turn", "routing")}
+    turns = [replace(turn, fed=[], tools=[], text="") for turn in trajectory.turns]
+    return replace(trajectory, turns=turns, **nothing).to_json()
 
 
 def summarise(groups: list[list[Trajectory]], k: int) -> dict[str, Any]:

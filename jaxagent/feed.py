@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from jaxagent.data.tasks import TaskStream, ValueStream
 from jaxagent.envs.env import ENDLESS, World, size_of
 from jaxagent.rollout import Rollouts
-from jaxagent.types import Group, Sampling, Trajectory
+from jaxagent.types import Group, Peers, Sampling, Trajectory
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,11 @@ POLL_S = 0.005  # how often it is looked whether the device is free, while there
 
 
 class Feed:
-    """Draws tasks, has them played, and hands out whole groups in the order of the stream."""
+    """Draws tasks, has them played, and hands out whole groups in the order of the stream.
+
+    Of several hosts each draws all tasks and plays its own. Groups of the others are there in their places, without
+    trajectories: so that hosts agree on the order, and on what was drawn and selected.
+    """
 
     def __init__(
         self,
@@ -135,7 +139,9 @@ class Feed:
         rollouts: Rollouts,
         sampling: Sampling,
         options: FeedOptions,
+        peers: Peers | None = None,
     ):
+        self.peers = peers
         self.world, self.tasks, self.rollouts = world, tasks, rollouts
         self.sampling, self.options = sampling, options
         self.pacing = Pacing(options.prompts, options.max_staleness)
@@ -175,13 +181,13 @@ class Feed:
                     shape(group)
                 if meanwhile and (not mixed or has_signal(group)):
                     meanwhile.add(group)
-            for admitted in due:
-                group = groups[admitted.number]
                 self._check_age(group, version)
-                counted = [row for row in group.trajectories if row.stop.counts and not row.segment]
-                self.tasks.tell(admitted.index, sum(row.solved for row in counted), len(counted))
+            endings = self._endings(groups.values())
+            for admitted in due:
+                group, (solved, played, signal) = groups[admitted.number], endings[admitted.key]
+                self.tasks.tell(admitted.index, solved, played)
                 sampled.append(group)
-                kept += [group] if not mixed or has_signal(group) else []
+                kept += [group] if not mixed or signal else []
             if len(kept) == self.options.prompts:
                 break
         return kept, sampled
@@ -193,9 +199,11 @@ class Feed:
         self.drawn += count
 
     def _play(self, places: Sequence[tuple[int, int]]) -> None:
-        named = [(f"train/{number}", self.world.task("train", index)) for number, index in places]
-        started = self.rollouts.play(named, self.options.rollouts, self.sampling)
-        self.ahead += [Admitted(*place, episodes) for place, episodes in zip(places, started, strict=True)]
+        """Starts the episodes of groups that are this host's."""
+        own = [place for place in places if self.peers is None or self.peers.owns(place[0])]
+        named = [(f"train/{number}", self.world.task("train", index)) for number, index in own]
+        started = dict(zip(own, self.rollouts.play(named, self.options.rollouts, self.sampling), strict=True))
+        self.ahead += [Admitted(*place, started.get(place, [])) for place in places]
 
     def _check_age(self, group: Group, version: int) -> None:
         """Raises RuntimeError for a token that is older than it may be: the pacing has failed."""
@@ -207,10 +215,20 @@ class Feed:
                     f"trained on version {version}, but feed.max_staleness is {self.options.max_staleness}: a fault of jaxagent"
                 )
 
+    def _endings(self, groups: Iterable[Group]) -> dict[str, tuple[int, int, bool]]:
+        """How many rollouts solved it, how many count, and whether it has a signal, of every group, whoever played it."""
+        ended: dict[str, tuple[int, int, bool]] = {}
+        for group in (group for group in groups if group.trajectories):
+            counted = [row for row in group.trajectories if row.stop.counts and not row.segment]
+            ended[group.key] = sum(row.solved for row in counted), len(counted), has_signal(group)
+        for others in self.peers.gather(ended) if self.peers else ():
+            ended |= others
+        return ended
+
     def metrics(self) -> dict[str, float]:
         """How far the rollouts are ahead of the step: groups that later steps will train on, and how many of them are done."""
-        done = sum(admitted.finished for admitted in self.ahead)
-        return {"feed/ahead": float(len(self.ahead)), "feed/ahead_finished": float(done)}
+        own = [admitted for admitted in self.ahead if admitted.episodes]
+        return {"feed/ahead": float(len(own)), "feed/ahead_finished": float(sum(admitted.finished for admitted in own))}
 
     def state(self) -> dict[str, Any]:
         ahead = [(admitted.number, admitted.index) for admitted in self.ahead]

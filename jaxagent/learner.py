@@ -26,6 +26,7 @@ from jaxtyping import Array
 
 from jaxagent.algos.table import Algorithm
 from jaxagent.data.pack import Batch
+from jaxagent.hosts import put_rows, rows_here
 from jaxagent.models.adapters import adapters_off, is_adapter
 from jaxagent.models.attention_choice import NAMES, Facts, choose
 from jaxagent.models.frozen import digest, join, split, trained_names
@@ -144,6 +145,7 @@ class Learner:
         self.trained: Params = jax.tree.map(partial(_placed, dtype=jnp.float32), trained, self._param_shardings)
         self.frozen: Params = jax.tree.map(partial(_placed, dtype=jnp.dtype(options.frozen_dtype)), frozen, frozen_shardings)
         self._rows = mesh.sharding(("rows", "length"))
+        self._spans_hosts = len({device.process_index for device in mesh.mesh.devices.flat}) > 1
         asked = [name for name in ("replay_routing", "router_aux_coef", "router_z_coef") if getattr(options, name)]
         if asked and not config.experts:
             raise ValueError(f"learner.{asked[0]}={getattr(options, asked[0])} wants a mixture of experts; this model has none")
@@ -154,12 +156,22 @@ class Learner:
         self._accumulate = jax.jit(
             self._accumulate_fn, donate_argnums=2, out_shardings=acc_shardings, compiler_options=mesh.compiler_options
         )
-        self._score = jax.jit(lambda *parts: self._outputs(join(*parts[:2]), parts[2])[0][self.objective.output])
+        outputs = lambda *parts: self._outputs(join(*parts[:2]), parts[2])[0][self.objective.output]  # noqa: E731
+        self._score = jax.jit(outputs, out_shardings=self._rows)
         moments = self._moment_shardings()
         self._new_moments = jax.jit(_IDLE_ADAMW.init, out_shardings=moments)
         self._apply = jax.jit(_apply, donate_argnums=(0, 1), out_shardings=(self._param_shardings, moments, mesh.sharding()))
         self._acc: Any = None
         self._reference: Params | None = None
+
+    @property
+    def own_rows(self) -> int:
+        """Packed rows of a micro-batch that this host gives: all of them, where there is one host."""
+        return self.options.batch_rows // jax.process_count() if self._spans_hosts else self.options.batch_rows
+
+    def empty(self) -> Batch:
+        """This host's part of a micro-batch that teaches nothing."""
+        return Batch.empty(self.own_rows, self.options.row_tokens)
 
     @property
     def params(self) -> Params:
@@ -202,15 +214,18 @@ class Learner:
 
     def warm_up(self) -> None:
         """Compiles accumulation and update on empty rows, without changing anything."""
-        empty = Batch.empty(self.options.batch_rows, self.options.row_tokens)
-        acc = self._accumulate(self.trained, self.frozen, self._new_acc(), self._put(empty), np.bool_(True))
+        acc = self._accumulate(self.trained, self.frozen, self._new_acc(), self._put(self.empty()), np.bool_(True))
         copies = jax.tree.map(jnp.copy, (self.trained, self.opt_state))
         jax.block_until_ready(self._apply(*copies, acc, np.float32(1.0), self._optimizer.numbers(0.0)))
 
+    def held(self) -> dict[str, Any]:
+        """What a step holds besides the weights, as shapes with placements: the moments and the sums over micro-batches."""
+        moments = jax.tree.map(_placed, jax.eval_shape(_IDLE_ADAMW.init, self.trained), self._moment_shardings())
+        return {"moments": moments, "sums": jax.tree.map(_placed, jax.eval_shape(self._zeros), self._acc_shardings)}
+
     def lower(self) -> dict[str, jax.stages.Lowered]:
         """The programs of a step for the devices of the mesh, which need not be here: to be compiled and read."""
-        moments = jax.tree.map(_placed, jax.eval_shape(_IDLE_ADAMW.init, self.trained), self._moment_shardings())
-        acc = jax.tree.map(_placed, jax.eval_shape(self._zeros), self._acc_shardings)
+        moments, acc = self.held().values()
         empty = Batch.empty(self.options.batch_rows, self.options.row_tokens)
         if self.options.replay_routing:
             empty.route(self.config.layers, self.config.experts_per_token)
@@ -232,7 +247,7 @@ class Learner:
         trained, frozen = self.trained, self.frozen
         if reference:
             trained, frozen = (self._reference, frozen) if self._reference is not None else self._base()
-        return np.asarray(self._score(trained, frozen, self._put(batch)))
+        return rows_here(self._score(trained, frozen, self._put(batch)))
 
     def keep_reference(self) -> None:
         """Keeps what is trained as it is now, for `score`. In the pass's own precision: it scores exactly as it did.
@@ -289,7 +304,7 @@ class Learner:
     def _put(self, batch: Batch) -> dict[str, Array]:
         if self.options.replay_routing and batch.routing is None:
             batch.route(self.config.layers, self.config.experts_per_token)
-        return jax.device_put(self._read(batch), self._rows)
+        return put_rows(self._read(batch), self._rows)
 
     def _read(self, batch: Batch) -> dict[str, np.ndarray]:
         """The arrays that the programs take, always the same: what a batch lacks is zero, as a reference in a warm-up."""

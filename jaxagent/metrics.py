@@ -6,7 +6,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,14 +20,17 @@ except ImportError:  # Windows has none
 class Metrics:
     """Appends one JSON object per step. On a resume, the lines at and after the resumed step are dropped."""
 
-    def __init__(self, path: Path):
-        self.path = path
+    def __init__(self, path: Path, *, writes: bool = True):
+        """Args: writes: false where another process writes the file, and this one reads it only."""
+        self.path, self._writes = path, writes
         self._file: Any = None
 
     def start(self, step: int) -> None:
         """Keeps what was written before `step`; a torn last line is dropped."""
         kept = [record for record in read(self.path) if record["step"] < step]
         self.close()
+        if not self._writes:
+            return
         partial = self.path.with_suffix(".partial")  # a run that is killed here keeps what it had
         partial.write_text("".join(json.dumps(record) + "\n" for record in kept))
         partial.rename(self.path)
@@ -35,6 +38,8 @@ class Metrics:
 
     def write(self, step: int, values: dict[str, float]) -> None:
         """Writes one line. Numbers that are not finite become null, so that the file stays JSON."""
+        if not self._writes:
+            return
         clean = {name: value if math.isfinite(value) else None for name, value in values.items()}
         self._file.write(json.dumps({"step": step, **clean}) + "\n")
         self._file.flush()
@@ -64,6 +69,24 @@ def peak_bytes() -> int:
         return 0
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+class Mean(float):
+    """A mean that still knows of how much it is the mean, so that the means of several hosts combine exactly."""
+
+    total: float
+    count: float
+
+    def __new__(cls, total: float, count: float) -> Mean:
+        mean = super().__new__(cls, total / count if count else 0.0)
+        mean.total, mean.count = float(total), float(count)
+        return mean
+
+    @classmethod
+    def of(cls, values: Iterable[float]) -> Mean:
+        """The mean of numbers, 0 of none."""
+        values = list(values)
+        return cls(sum(values), len(values))
 
 
 class Clock:

@@ -9,7 +9,7 @@ import importlib.util
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from ml_collections import ConfigDict
 
@@ -33,10 +34,11 @@ from jaxagent.engine.engine import Engine, EngineOptions
 from jaxagent.engine.replicas import Replicas
 from jaxagent.envs import env as envs
 from jaxagent.feed import FeedOptions, stream_of
+from jaxagent.hosts import ALONE, Hosts, check_mesh, here, is_here, spread_fn
 from jaxagent.learner import Learner, LearnerOptions, OptimizerOptions, trained_of
 from jaxagent.models import peft
 from jaxagent.models.adapters import fresh_adapters, is_adapter, lora_spec, merged
-from jaxagent.models.transformer import Decoder, DecoderConfig, Params, params_of
+from jaxagent.models.transformer import Decoder, DecoderConfig, Params, logical_axes, params_of
 from jaxagent.rewards.shaping import Shaping
 from jaxagent.rollout import RolloutOptions, Rollouts
 from jaxagent.selection import FinetuneOptions
@@ -259,6 +261,7 @@ class Parts:
     engines: Replicas
     rollouts: Rollouts
     sandbox: Sandbox
+    hosts: Hosts = ALONE
 
     def compile(self) -> None:
         """Compiles the engines' and the learner's programs side by side; the engines then hold the learner's weights."""
@@ -290,7 +293,8 @@ def build(config: ConfigDict, log: Path | None = None, *, with_critic: bool = Tr
         )
     stream_of(world, config.seed, FeedOptions(**config.feed))  # its complaint comes before the weights are read
     algorithm = choose(**config.algo)
-    mesh = DeviceMesh.build(**{axis: config.mesh[axis] for axis in AXES})
+    mesh, hosts = DeviceMesh.build(**{axis: config.mesh[axis] for axis in AXES}), here()
+    check_hosts(config, algorithm, mesh, hosts)
     template, decoder = policy_shape(config)
     learner_options = LearnerOptions(**config.learner, temperature=config.sampling.temperature)
     trained_of(decoder, learner_options)  # its complaint about a pattern comes before the weights are read
@@ -300,12 +304,38 @@ def build(config: ConfigDict, log: Path | None = None, *, with_critic: bool = Tr
         learner = Learner(decoder, start_weights(config, decoder, mesh), mesh, algorithm, learner_options)
         critic = critic_of(learner) if algorithm.critic and with_critic else None
         engine_options = EngineOptions(**config.engine, record_routing=config.learner.replay_routing)
-        engines = Replicas([Engine(decoder, engine_options, place) for place in mesh.replicas()])
+        places = [place for place in mesh.replicas() if is_here(place)]
+        spread = spread_weights(decoder, engine_options.dtype, mesh, places) if hosts.count > 1 else None
+        engines = Replicas([Engine(decoder, engine_options, place) for place in places], spread)
         undo.callback(engines.close)
         agent = Agent(template, world.tools, engines, Limits(**config.agent))
         rollouts = Rollouts(world, agent, sandbox.client, config.seed, RolloutOptions(**config.rollout))
         undo.pop_all()
-    return Parts(world, template, decoder, algorithm, learner, critic, engines, rollouts, sandbox)
+    return Parts(world, template, decoder, algorithm, learner, critic, engines, rollouts, sandbox, hosts)
+
+
+def check_hosts(config: ConfigDict, algorithm: Algorithm, mesh: DeviceMesh, hosts: Hosts) -> None:
+    """Raises ValueError for what several hosts cannot do together."""
+    if hosts.count == 1:
+        return
+    check_mesh(mesh, hosts)
+    if config.finetune.mode:
+        raise ValueError(f"jaxagent finetune runs in one process, here are {hosts.count}")
+    if config.feed.prompts < hosts.count:
+        raise ValueError(f"feed.prompts={config.feed.prompts} must be at least the number of hosts, {hosts.count}")
+    if algorithm.whiten or algorithm.baseline_decay:
+        raise ValueError(
+            f"algo.name={config.algo.name} compares the rollouts of all groups of a step, and a host knows its own only: "
+            "choose an algorithm that compares within groups, as grpo, or run in one process"
+        )
+
+
+def spread_weights(
+    decoder: DecoderConfig, dtype: str, mesh: DeviceMesh, places: Sequence[DeviceMesh]
+) -> Callable[[Params], Sequence[Params]]:
+    """How published weights come to this host's engines. Adapters are merged there, in the precision that they have here."""
+    axes = logical_axes(nnx.eval_shape(lambda: Decoder(decoder, nnx.Rngs(0))))
+    return spread_fn(mesh, axes, None if decoder.lora else jnp.dtype(dtype), places)
 
 
 def shaping_within(config: ConfigDict) -> Callable[..., Shaping]:

@@ -74,8 +74,9 @@ class DeviceMesh:
         context: int = 1,
         devices: Sequence[jax.Device] | None = None,
     ) -> DeviceMesh:
-        """A mesh over `devices`, or over this process's; data = 0 takes the devices that the other axes leave."""
-        devices = jax.devices() if devices is None else devices
+        """A mesh over `devices`, or over all there are; data = 0 takes the devices that the other axes leave."""
+        if devices is None:  # those of a process follow each other, so that it holds whole rows and whole replicas
+            devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
         asked = {"data": data, "fsdp": fsdp, "tensor": tensor, "expert": expert, "context": context}
         cut = fsdp * tensor * expert * context
         if data < 0 or min(fsdp, tensor, expert, context) < 1:

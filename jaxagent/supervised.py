@@ -15,6 +15,7 @@ from jaxagent.algos.preference import dpo
 from jaxagent.chat.template import Template, render
 from jaxagent.data.pack import Batch, Place, Row, pack, places
 from jaxagent.envs.env import World
+from jaxagent.hosts import ALONE, Hosts
 from jaxagent.learner import Learner, OptimizerOptions
 from jaxagent.selection import Pair, imitated
 from jaxagent.types import Message, ToolSpec
@@ -37,16 +38,21 @@ def supervised_row(template: Template, messages: Sequence[Message], tools: Seque
     return imitated(*render(template, messages, tools))
 
 
-def supervise(learner: Learner, rows: Sequence[Row], batch: int, draw: tuple[int, int]) -> dict[str, float]:
+def supervise(
+    learner: Learner, rows: Sequence[Row], batch: int, draw: tuple[int, int], hosts: Hosts = ALONE
+) -> dict[str, float]:
     """One step of cross-entropy on `batch` rows, chosen by the seeds `draw`; returns the step's metrics."""
     chosen = np.random.default_rng(draw).integers(0, len(rows), batch)
-    return imitate(learner, [rows[i] for i in chosen])
+    return imitate(learner, [rows[i] for i in chosen], hosts)
 
 
-def imitate(learner: Learner, rows: Sequence[Row]) -> dict[str, float]:
-    """One step of cross-entropy on the rows, the mean over their sampled tokens; returns the step's metrics."""
-    o = learner.options
-    for micro in pack(rows, batch_rows=o.batch_rows, row_tokens=o.row_tokens):
+def imitate(learner: Learner, rows: Sequence[Row], hosts: Hosts = ALONE) -> dict[str, float]:
+    """One step of cross-entropy on the rows, the mean over their sampled tokens; returns the step's metrics.
+
+    Every host knows all rows, and works through its share.
+    """
+    packed = pack(hosts.share(rows), batch_rows=learner.own_rows, row_tokens=learner.options.row_tokens)
+    for micro in hosts.level([(packed, 0.0)], learner.empty)[0][0]:
         learner.accumulate(micro, on_policy=True)
     metrics = learner.apply()
     return {

@@ -27,8 +27,9 @@ from jaxagent.critic import CriticOptions, begin_again
 from jaxagent.data.store import Store, audit
 from jaxagent.evaluate import evaluate
 from jaxagent.feed import Feed, FeedOptions, has_signal, stream_of
+from jaxagent.hosts import here, join
 from jaxagent.learner import OptimizerOptions
-from jaxagent.metrics import Clock, Metrics, peak_bytes, read
+from jaxagent.metrics import Clock, Mean, Metrics, peak_bytes, read
 from jaxagent.parts import Parts, build, faults, shaping_within, use_devices
 from jaxagent.progress import Progress
 from jaxagent.rewards.shaping import components
@@ -38,6 +39,7 @@ from jaxagent.view import report
 from sandbox_client import InfrastructureError, SandboxStartError
 
 EXIT_DONE, EXIT_AGAIN = 0, 75
+mean = Mean.of
 
 
 class Preempted(Exception):
@@ -60,14 +62,16 @@ class Run:
 
     def __init__(self, config: ConfigDict, workdir: Path, parts: Parts, progress: Progress):
         self.config, self.workdir, self.parts, self.progress = config, workdir, parts, progress
-        self.metrics = Metrics(workdir / "metrics.jsonl")
-        self.store = Store(workdir / "trajectories")
+        self.hosts = parts.hosts
+        self.metrics = Metrics(workdir / "metrics.jsonl", writes=self.hosts.first)
+        own = "" if self.hosts.first else f"host-{self.hosts.index}"  # every host keeps the trajectories that it played
+        self.store = Store(workdir / "trajectories" / own)
         self.checkpoints = Checkpoints(workdir / "checkpoints", config.checkpoint.keep)
         self.clock = Clock()
         self.results: dict[str, Any] = {}  # evaluations, as they stand in eval.json
         options = FeedOptions(**config.feed)
         tasks = stream_of(parts.world, config.seed, options)
-        self.feed = Feed(parts.world, tasks, parts.rollouts, Sampling(**config.sampling), options)
+        self.feed = Feed(parts.world, tasks, parts.rollouts, Sampling(**config.sampling), options, self.hosts)
         self.shaping = shaping_within(config)(**config.reward)
         self.alarms = Alarms(**config.alarms, tools=bool(parts.world.tools))
         self.baselines: dict[str, float] = {}  # moving means of the roles' returns, for algorithms that have them
@@ -94,6 +98,8 @@ class Run:
     def record(self, name: str, table: dict[str, Any]) -> None:
         """Keeps an evaluation in eval.json, whole or not at all."""
         self.results[name] = table
+        if not self.hosts.first:
+            return
         partial = self.workdir / "eval.partial"
         partial.write_text(json.dumps(self.results, indent=2) + "\n")
         partial.rename(self.workdir / "eval.json")
@@ -106,6 +112,7 @@ class Run:
         for name, reason in alarms.items():
             self.progress.say(f"alarm, {name}: at step {self.step} {reason}", style="yellow")
         fatal = [name for name in alarms if name in self.alarms.stop]
+        self.stopping = self.hosts.any(self.stopping)
         if self.step % self.config.checkpoint.every == 0 or self.stopping or fatal:
             self.save()
         if self.stopping or fatal:
@@ -126,20 +133,26 @@ def run(spec: str, overrides: Sequence[str], workdir: str) -> int:
 
 def main(config: ConfigDict, workdir: str | Path, progress: Progress | None = None) -> int:
     """Trains, evaluates, and leaves a workdir with checkpoints, trajectories, metrics, eval.json and report.html."""
-    workdir, progress = Path(workdir), progress or Progress()
+    workdir = Path(workdir)
     if found := faults(config):
         raise configs.ConfigError(found)
     if config.finetune.mode:
         raise configs.ConfigError([f"finetune.mode={config.finetune.mode}: this config is for jaxagent finetune, not train"])
     prepare(config, workdir)
+    join()
     use_devices(config)
-    parts = build(config, workdir / "sandbox.log")
-    configs.save(config, workdir / "config.json")  # only now: a config that cannot run leaves its workdir free for another
-    try:
-        return story(Run(config, workdir, parts, progress), tell, resume, warm_up, train, finish)
-    finally:
-        progress.stop()
-        parts.close()
+    hosts = here()
+    progress = progress or Progress(hosts.voice)
+    with hosts.ending_together(FAULTS):
+        hosts.check(workdir, config.to_json(sort_keys=True), jax.local_device_count())
+        parts = build(config, workdir / hosts.own("sandbox.log"))
+        if hosts.first:
+            configs.save(config, workdir / "config.json")  # only now: a config that cannot run leaves its workdir to another
+        try:
+            return story(Run(config, workdir, parts, progress), tell, resume, warm_up, train, finish)
+        finally:
+            progress.stop()
+            parts.close()
 
 
 def story(run: Run, *chapters: Callable[[Run], None]) -> int:
@@ -215,7 +228,7 @@ def resume(run: Run) -> None:
 def recall(run: Run) -> None:
     """Takes up the metrics where the run is, and lets the alarms see what they saw."""
     run.metrics.start(run.step + 1)
-    for record in read(run.metrics.path):
+    for record in (record for record in read(run.metrics.path) if record["step"] <= run.step):
         run.alarms.look(record)
 
 
@@ -245,7 +258,7 @@ def warm_up(run: Run) -> None:
         run.progress.start("warm-up", run.step)
         while run.step < c.warmup.steps:
             with run.clock.part("sft"):
-                metrics = supervised.supervise(parts.learner, rows, c.warmup.batch, (c.seed, run.step))
+                metrics = supervised.supervise(parts.learner, rows, c.warmup.batch, (c.seed, run.step), run.hosts)
             if run.step + 1 == c.warmup.steps:
                 parts.engines.publish(parts.learner.params, version=0)
                 before(run)
@@ -283,7 +296,7 @@ def train(run: Run) -> None:
                 steps_left=c.train.steps - step - 1,
                 meanwhile=update,
             )
-        values = described(run, sampled) | group_metrics(groups, sampled) | run.feed.metrics()
+        values = run.hosts.combined(described(run, sampled) | group_metrics(groups, sampled) | run.feed.metrics())
         # Gradients, as far as they were not computed while other groups were played: rows without advantage cost nothing.
         with run.clock.part("train"):
             values |= update.finish(groups)
@@ -304,8 +317,8 @@ def next_update(run: Run, step: int) -> Update:
     c, parts = run.config, run.parts
     options = UpdateOptions(c.train.minibatches, c.train.old_logprob, ordered=c.engine.exact)
     moves = parts.critic is None or step >= c.critic.warmup_steps
-    place, means = (c.seed, step), run.baselines
-    return Update(parts.learner, parts.critic, parts.engines, options, place=place, baselines=means, policy_moves=moves)
+    draw: dict[str, Any] = {"place": (c.seed, step), "baselines": run.baselines, "policy_moves": moves, "hosts": run.hosts}
+    return Update(parts.learner, parts.critic, parts.engines, options, **draw)
 
 
 def shaper(run: Run, progress: float) -> Callable[[Group], None] | None:
@@ -347,19 +360,19 @@ def described(run: Run, groups: Sequence[Group]) -> dict[str, float]:
         "reward/mean": mean(row.reward for row in once),
         "reward/outcome": mean(row.outcome for row in once),
         "reward/success": mean(row.solved for row in once),
-        "reward/informative_groups": mean(has_signal(group) for group in groups),
-        "rollout/turns": len(turns) / len(once),
-        "rollout/tokens": sampled / len(once),
-        "rollout/entropy": -sum(sum(row.logprob) for row in good) / max(1, sampled),
+        "reward/informative_groups": mean(has_signal(group) for group in groups if group.trajectories),
+        "rollout/turns": Mean(len(turns), len(once)),
+        "rollout/tokens": Mean(sampled, len(once)),
+        "rollout/entropy": Mean(-sum(sum(row.logprob) for row in good), sampled),
         "rollout/parse_errors": mean(bool(turn.error) for turn in turns),
         "rollout/tool_errors": mean(record.outcome != "ok" for record in tools),
         "rollout/tool_calls": float(len(tools)),
         "rollout/tools_reached": float(sum(record.outcome not in ("bad_arguments", "unknown_tool") for record in tools)),
         "rollout/tool_latency_s": mean(record.latency_s for record in tools),
-        "rollout/broken": 1 - len(good) / len(rows),
+        "rollout/broken": Mean(len(rows) - len(good), len(rows)),
         "rollout/retried": mean(row.attempts > 1 for row in rows),
         "engine/tokens_per_s": stats.sampled / max(1e-9, seconds),
-        "engine/fill": stats.sampled / max(1, stats.row_steps),
+        "engine/fill": Mean(stats.sampled, stats.row_steps),
         "engine/busy_s": stats.busy_s,
         "engine/prefilled": float(stats.prefilled),
         "engine/forked": float(stats.forked),
@@ -368,7 +381,8 @@ def described(run: Run, groups: Sequence[Group]) -> dict[str, float]:
     }
     values |= sampling_metrics(good, run.step - run.config.warmup.steps)
     values |= {f"reward/{name}": value for name, value in components(good).items()}
-    for stop in sorted({row.stop for row in rows}):
+    stops = run.hosts.gather(sorted({row.stop for row in rows}))
+    for stop in sorted({stop for of_host in stops for stop in of_host}):
         values[f"rollout/stop_{stop}"] = mean(row.stop == stop for row in rows)
     return values
 
@@ -391,9 +405,8 @@ def score(run: Run, label: str, split: str, tasks: int, *, ablated: bool = False
     c = run.config.evaluate
     sampling = Sampling(**{**run.config.sampling, "temperature": c.temperature})
     with run.clock.part("eval"):
-        table, rows = evaluate(
-            run.parts.rollouts, run.parts.world, sampling, split=split, tasks=tasks, k=c.rollouts, ablated=ablated
-        )
+        how = {"split": split, "tasks": tasks, "k": c.rollouts, "ablated": ablated}
+        table, rows = evaluate(run.parts.rollouts, run.parts.world, sampling, **how, hosts=run.hosts)
     run.store.write(label, rows)
     run.parts.engines.take_stats()
     return table
@@ -413,6 +426,8 @@ def finish(run: Run) -> None:
     if c.evaluate.ablate:
         run.record("ablated", score(run, "ablated", "test", n, ablated=True))
     run.checkpoints.wait()
+    if not run.hosts.first:
+        return
     page = report(run.workdir)
     run.progress.table(*comparison(run.results))
     run.progress.say(f"time: {spent(run)}")
@@ -450,9 +465,3 @@ def spent(run: Run) -> str:
     cpu = totals.pop("cpu")
     parts = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in sorted(totals.items(), key=lambda x: -x[1]))
     return f"{parts}; {cpu:.0f} CPU-s and {peak_bytes() / 2**30:.1f} GiB in this process"
-
-
-def mean(values: Any) -> float:
-    """The mean, or 0 of nothing."""
-    values = list(values)
-    return sum(values) / len(values) if values else 0.0

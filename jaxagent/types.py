@@ -201,6 +201,14 @@ class Sampler(Protocol):
     def release(self, trajectory: str) -> None: ...
 
 
+class Peers(Protocol):
+    """The processes of a run, as one of them sees them: what is its own, and what each has to tell all."""
+
+    def owns(self, number: int) -> bool: ...
+
+    def gather(self, value: Any) -> list[Any]: ...
+
+
 @dataclass
 class ToolRecord:
     """One executed tool call, as evidence: what was asked, how it ended, how long it took."""

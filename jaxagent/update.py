@@ -5,7 +5,8 @@ micro-batches of finished groups are computed in the gaps in which the engines w
 groups are in: the plain loop, with its training hidden in the waiting.
 
 Not all can be done early. Algorithms whose advantages look at the whole step wait for it (`Algorithm.by_group`), and so do
-several optimizer steps over one set of groups (`minibatches` above 1), whose shares of the groups are drawn from all.
+several optimizer steps over one set of groups (`minibatches` above 1), whose shares of the groups are drawn from all, and
+several hosts.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from jaxagent.algos.losses import kl_estimate
 from jaxagent.credit import Credit, assign, counted, credit_metrics, plain_rows, rows_of
 from jaxagent.data.pack import Batch, Packer, fill, pack, unpack
 from jaxagent.engine.replicas import Replicas
+from jaxagent.hosts import ALONE, Hosts
 from jaxagent.learner import Learner
+from jaxagent.metrics import Mean
 from jaxagent.types import Group
 
 
@@ -55,17 +58,20 @@ class Update:
         place: tuple[int, int],
         baselines: dict[str, float],
         policy_moves: bool = True,
+        hosts: Hosts = ALONE,
     ):
         """Args:
         place: seed and step, of which the minibatches are drawn.
         baselines: moving means of the roles' returns, for algorithms that have them; moved on.
         policy_moves: False while only the critic learns.
+        hosts: a micro-batch is a program of all of them, which they can only begin together: nothing is early then.
         """
         self.learner, self.critic, self.engines, self.options = learner, critic, engines, options
         self.algorithm, self.ordered = learner.algorithm, options.ordered
         self.place, self.baselines, self.policy_moves = place, baselines, policy_moves
-        self.early = self.algorithm.by_group and options.minibatches == 1
-        self._shape = {"batch_rows": learner.options.batch_rows, "row_tokens": learner.options.row_tokens}
+        self.hosts = hosts
+        self.early = self.algorithm.by_group and options.minibatches == 1 and hosts.count == 1
+        self._shape = {"batch_rows": learner.own_rows, "row_tokens": learner.options.row_tokens}
         self._packer, self._ready = Packer(**self._shape), deque[Batch]()
         self._credits: dict[str, list[Credit]] = {}
         self._idle: dict[str, float] = {}
@@ -136,6 +142,7 @@ class Update:
         for part in np.array_split(order, min(self.options.minibatches, max(1, len(groups)))) if groups else ():
             rows, idle = rows_of([credit for i in part for credit in credits[i]], keep_idle=self.algorithm.beyond_advantage)
             minibatches.append((pack(rows, **self._shape), idle))
+        minibatches = self.hosts.level(minibatches, learner.empty)  # as many micro-batches on every host
         for batch in (batch for batches, _ in minibatches for batch in batches if self.policy_moves):
             self._look_back(batch)
         results, criticised = [], []
@@ -164,7 +171,7 @@ class Update:
         asked = critic is not None or algorithm.kl_in_reward
         trajectories = counted(groups) if asked else []
         rows = plain_rows(trajectories)
-        batches = pack(rows, **self._shape)
+        batches = self.hosts.level([(pack(rows, **self._shape), 0.0)], learner.empty)[0][0]
 
         def by_row(score: Callable[[Batch], np.ndarray]) -> dict[int, np.ndarray]:
             scores = unpack(rows, [score(batch) for batch in batches], **self._shape)
@@ -185,8 +192,8 @@ class Update:
         metrics = credit_metrics([credit for of_group in credits for credit in of_group], algorithm)
         if kl:
             sampled = sum(sum(t.mask) for t in trajectories)
-            metrics["policy/kl_reference"] = sum(float(x.sum()) for x in kl.values()) / sampled
-        return credits, metrics
+            metrics["policy/kl_reference"] = Mean(sum(float(x.sum()) for x in kl.values()), sampled)
+        return credits, self.hosts.combined(metrics)
 
 
 def joined(results: Sequence[dict[str, float]]) -> dict[str, float]:

@@ -17,7 +17,7 @@ STORIES = ("jaxagent.train", "jaxagent.finetune")
 
 # Every module of jaxagent, from the ground up: an import goes to a lower floor, or stays on its own without a circle.
 FLOORS = (
-    "types metrics alarms progress config sharding compiled algos",
+    "types metrics alarms progress config sharding hosts compiled algos",
     "rewards tools chat data view models checkpoint objective",
     "credit selection envs engine learner critic",
     "agent",
@@ -29,7 +29,7 @@ FLOORS = (
 )
 FLOOR = {name: number for number, names in enumerate(FLOORS) for name in names.split()}
 HOST = {"types", "chat", "tools", "rewards", "envs", "agent", "rollout", "feed", "serve", "data", "view", "metrics", "config"}
-KNOW_THE_CONFIG = {"config", "parts", "evaluate", "policy", "view", "train", "finetune", "__main__"}
+KNOW_THE_CONFIG = {"config", "parts", "evaluate", "plan", "policy", "view", "train", "finetune", "__main__"}
 
 
 def modules(package: str) -> dict[str, Path]:

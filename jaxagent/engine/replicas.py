@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 
@@ -22,8 +22,9 @@ class Replicas:
     change its tokens: they depend on its key and its own tokens only.
     """
 
-    def __init__(self, engines: Sequence[Engine]):
-        self.engines = list(engines)
+    def __init__(self, engines: Sequence[Engine], spread: Callable[[Params], Sequence[Params]] | None = None):
+        """Args: spread: makes of published weights those of each engine, where they are not all of this process."""
+        self.engines, self._spread = list(engines), spread
         self._home: dict[str, int] = {}
         self._groups: dict[str, int] = {}
         self._load: Counter[int] = Counter()
@@ -49,8 +50,9 @@ class Replicas:
                 self._groups.clear()
 
     def publish(self, params: Params, version: int) -> None:
-        for engine in self.engines:
-            engine.publish(params, version)
+        each = self._spread(params) if self._spread else [params] * len(self.engines)
+        for engine, own in zip(self.engines, each, strict=True):
+            engine.publish(own, version)
 
     def idle(self) -> bool:
         """Whether no engine has had anything to decode for a while, so that the devices are free."""

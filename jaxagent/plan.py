@@ -1,0 +1,471 @@
+"""What a run would be, before anything runs: meshes, bytes per device, programs, an iteration's work; and whether it fits.
+
+Shapes tell the weights, moments, sums, copies and caches exactly. What a program needs beside them while it runs is estimated,
+by `gradient_temporaries` and its neighbours; with a topology the real programs are compiled for it, and the compiler says.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+from flax import nnx
+from ml_collections import ConfigDict
+
+from jaxagent import config as configs
+from jaxagent.algos.table import Algorithm, choose
+from jaxagent.compiled import collectives, summary
+from jaxagent.engine.engine import EngineOptions, used_lengths
+from jaxagent.envs import env as envs
+from jaxagent.learner import Learner, LearnerOptions
+from jaxagent.models.transformer import Decoder, DecoderConfig, params_of
+from jaxagent.parts import faults, policy_shape, use_devices
+from jaxagent.sharding import AXES, DeviceMesh
+from jaxagent.topology import (
+    CHIPS,
+    Chip,
+    EngineShapes,
+    active_weights,
+    devices_of,
+    linked_bytes,
+    roofline_s,
+    size_bytes,
+    uncached,
+)
+
+GIB = 2**30
+# CPU seconds of the sandbox server (docs/BENCHMARKS.md): a session opened and closed, a function's call, a program's start.
+SESSION_CPU_S, CALL_CPU_S, PROGRAM_CPU_S = 0.00454, 0.00060, 0.00100
+
+
+def plan(config: str, overrides: Sequence[str], topology: str, *, as_json: bool, iteration_s: float) -> int:
+    """The command `jaxagent plan`. Raises ValueError, after it has told the rest, where the run does not fit."""
+    tree, found = configs.load(config, overrides)
+    if found:
+        raise configs.ConfigError([*found, *faults(tree)])
+    if found := faults(tree):
+        raise configs.ConfigError(found)
+    run = Shapes(tree, topology)
+    told = forecast(run, iteration_s)
+    if topology:
+        with uncached():
+            told["compiled"] = compiled(run, told)
+    print(json.dumps(told, indent=2) if as_json else "\n".join(lines(told)), flush=True)
+    if refusal := does_not_fit(told):
+        raise ValueError(refusal)
+    return 0
+
+
+class Shapes:
+    """A run's learner, critic and engine on their meshes, with shapes in place of arrays."""
+
+    def __init__(self, config: ConfigDict, topology: str = ""):
+        """Raises ValueError for a topology or a mesh that cannot be."""
+        self.config = config
+        if not topology:
+            use_devices(config)
+        self.devices = devices_of(topology) if topology else jax.devices()
+        self.world = envs.find(config.env.name)(**config.env.options)
+        self.algorithm: Algorithm = choose(**config.algo)
+        self.decoder: DecoderConfig = policy_shape(config)[1]
+        self.mesh = DeviceMesh.build(**{axis: config.mesh[axis] for axis in AXES}, devices=self.devices)
+        self.replicas = list(self.mesh.replicas())
+        options = LearnerOptions(**config.learner, temperature=config.sampling.temperature)
+        self.learner = self._learner(self.decoder, options)
+        self.critic: Learner | None = None
+        if self.algorithm.critic and not config.finetune.mode:
+            self.critic = self._learner(replace(self.decoder, value_head=True), replace(options, replay_routing=False))
+        self.engine_options = EngineOptions(**config.engine, record_routing=config.learner.replay_routing)
+        self.engine = EngineShapes(self.decoder, self.engine_options, self.replicas[0], self.learner.params)
+        self.chip, self.chip_name, self.limit_bytes = _chip(self.devices[0], topology, len(self.devices))
+
+    def _learner(self, decoder: DecoderConfig, options: LearnerOptions) -> Learner:
+        shapes = params_of(nnx.eval_shape(lambda: Decoder(decoder, nnx.Rngs(0))))[1]
+        return Learner(decoder, shapes, self.mesh, self.algorithm, options)
+
+    @property
+    def scores(self) -> bool:
+        """Whether log-probs or values are computed by a forward pass of their own."""
+        a, c = self.algorithm, self.config
+        asked = c.train.old_logprob == "trainer" or a.kl_in_loss or a.kl_in_reward or self.critic is not None
+        return c.finetune.mode == "dpo" or (asked and not c.finetune.mode)
+
+
+def _chip(device: jax.Device, topology: str, count: int) -> tuple[Chip | None, str, int]:
+    """Its data sheet, its name, and the bytes that programs may use of it."""
+    if topology:
+        name = topology.partition(":")[0]
+        return CHIPS[name], name, int(CHIPS[name].memory_gb * GIB)
+    kind = str(device.device_kind)
+    known = next((name for name in CHIPS if name.lower() in kind.lower().replace(" lite", "e").replace(" ", "")), "")
+    stats = device.memory_stats() or {}
+    here = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // count  # virtual CPU devices share the machine's memory
+    limit = int(stats.get("bytes_limit", 0)) or (int(CHIPS[known].memory_gb * GIB) if known else here)
+    return CHIPS.get(known), known or kind, limit
+
+
+# ---------------------------------------------------------------------- the forecast
+
+
+def forecast(run: Shapes, iteration_s: float) -> dict[str, Any]:
+    """All that can be told without compiling, as JSON."""
+    c = run.config
+    held = held_bytes(run)
+    temporaries = {
+        "gradient": gradient_temporaries(run.learner),
+        "update": update_temporaries(run.learner),
+        "publish": size_bytes(run.engine.given) + size_bytes(run.engine.weights),
+        "append": append_temporaries(run),
+        "decode": decode_temporaries(run),
+    }
+    return {
+        "chip": run.chip_name,
+        "devices": len(run.devices),
+        "memory_bytes": run.limit_bytes,
+        "training_mesh": run.mesh.size,
+        "sampling": {"replicas": len(run.replicas), "devices_each": run.mesh.size["tensor"], "slots_each": c.engine.slots},
+        "attention": run.learner.attention.note,
+        "weights": sum(x.size for x in jax.tree.leaves(run.learner.params)),
+        "trained_weights": sum(x.size for x in jax.tree.leaves(run.learner.trained)),
+        "held_bytes": held,
+        "temporary_bytes": temporaries,
+        "peak_bytes": peaks(held, temporaries),
+        "programs": programs(run),
+        "iteration": iteration(run, iteration_s),
+    }
+
+
+def held_bytes(run: Shapes) -> dict[str, int]:
+    """Bytes on a device by part, exactly, with everything of an odd size where a device has the most."""
+    held = run.learner.held()
+    found = {
+        "weights": size_bytes(run.learner.params),
+        "moments": size_bytes(held["moments"]),
+        "gradient sum": size_bytes(held["sums"]),
+        "reference": 0,
+        "critic": 0,
+        "sampler copy": size_bytes(run.engine.weights),
+        "key-value cache": size_bytes(run.engine.cache),
+        "rows": size_bytes(run.engine.rows),
+    }
+    if run.algorithm.kl_coef and not run.config.finetune.mode:
+        narrow = run.learner.options.dtype == "bfloat16"
+        found["reference"] = size_bytes(run.learner.trained) // (2 if narrow else 1)
+    if run.critic:  # what is frozen it shares with the policy
+        found["critic"] = size_bytes(run.critic.trained) + sum(size_bytes(part) for part in run.critic.held().values())
+    return found
+
+
+def peaks(held: dict[str, int], temporaries: dict[str, int]) -> dict[str, int]:
+    """The most that a device holds in each phase: all that stays, with what the phase adds."""
+    everything = sum(held.values())
+    always = everything - held["gradient sum"]
+    return {
+        "gradient": everything + temporaries["gradient"],
+        "update": everything + temporaries["update"],
+        "publish": always + temporaries["publish"],
+        "sampling": always + max(temporaries["append"], temporaries["decode"]),
+    }
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """A learner's sizes on one device. Letters as in docs/HOUSE.md, section 6, after the mesh has cut them."""
+
+    tokens: int  # of a micro-batch
+    rows: int
+    row_tokens: int
+    D: int
+    F: int
+    N: int
+    K: int
+    H: int
+    L: int
+    V: int
+    width_bytes: int  # of a number of the pass
+
+    @classmethod
+    def of(cls, learner: Learner) -> _Sizes:
+        c, o, mesh = learner.config, learner.options, learner.mesh
+        tensor = mesh.size["tensor"]
+        rows, row_tokens = o.batch_rows // mesh.parts("rows"), o.row_tokens // mesh.parts("length")
+        ffn = c.ffn_width * max(1, c.experts_per_token)
+        sizes = c.width, ffn // tensor, c.heads // tensor, max(1, c.kv_heads // tensor), c.head_width, c.layers
+        return cls(rows * row_tokens, rows, row_tokens, *sizes, c.vocab_size // tensor, _bytes(o.dtype))
+
+
+def _bytes(dtype: str) -> int:
+    return 2 if dtype == "bfloat16" else 4
+
+
+def gradient_temporaries(learner: Learner) -> int:
+    """Bytes that the gradient of a micro-batch needs beside its arguments, estimated.
+
+    They are a gradient as large as the trained weights; a copy of all weights in the pass's precision where that is not
+    float32; what each layer keeps for its backward pass; the work of one layer, its weights put together; and of a chunk of
+    the head. How many of each exist at once is fitted to XLA's own count for two models on a CPU (docs/BENCHMARKS.md).
+    """
+    s, o = _Sizes.of(learner), learner.options
+    kept = {
+        "none": 12 * s.D + 4 * s.F + 3 * s.N * s.H + 4 * s.K * s.H,
+        "dots": 3 * s.D + 2 * s.F + s.N * s.H + 2 * s.K * s.H,
+        "attention": s.D + s.N * s.H,
+        "full": s.D,
+    }[o.remat]
+    square = learner.attention.name == "xla" and s.row_tokens == o.row_tokens <= 4096
+    scores = (3 if o.remat == "full" else 2) * s.rows * s.N * s.row_tokens**2 * 4 if square else 0
+    layer = s.tokens * (2 * s.F + 2 * s.D) * s.width_bytes
+    head = 2 * min(o.head_chunk, s.tokens) * s.V * 4
+    weights = size_bytes(learner.trained)
+    narrowed = size_bytes(learner.params) // 2 if o.dtype == "bfloat16" else 0
+    gathered = 0
+    if learner.mesh.size["fsdp"] * learner.mesh.size["expert"] > 1:
+        each = sum(x.size for x in jax.tree.leaves(learner.params["blocks"])) / (s.L * learner.mesh.size["tensor"])
+        each /= learner.mesh.size["expert"] if learner.config.experts else 1
+        gathered = int(2 * each * s.width_bytes) + s.V * s.D * (s.width_bytes + 4)
+    return weights + narrowed + s.L * s.tokens * kept * s.width_bytes + scores + layer + head + gathered
+
+
+def update_temporaries(learner: Learner) -> int:
+    """Bytes of an update beside its arguments, estimated: on CPUs the gradient, the step and new weights, else fused."""
+    trained = size_bytes(learner.trained)
+    return 3 * trained if learner.mesh.platform == "cpu" else trained // 2
+
+
+def decode_temporaries(run: Shapes) -> int:
+    """Bytes of a decode call beside its arguments, estimated: logits, scores of what is read, and the copy of what is in use.
+
+    A TPU copies the cache for the loop in any case, with the width of heads, innermost in values, filled up to 128.
+    """
+    o, c, tensor, cache = run.engine_options, run.decoder, run.mesh.size["tensor"], size_bytes(run.engine.cache)
+    logits = 3 * o.slots * c.vocab_size // tensor * 4
+    read = o.chunk if o.exact else o.slot_tokens + o.decode_tokens
+    scores = 2 * o.slots * max(1, c.heads // tensor) * read * 4
+    if run.mesh.platform == "tpu":
+        copied = int(cache / 2 * (1 + math.ceil(c.head_width / 128) * 128 / c.head_width))
+    else:
+        copied = 0 if o.exact else cache
+    return logits + scores + copied
+
+
+def append_temporaries(run: Shapes) -> int:
+    """Bytes of the longest prefill beside its arguments, estimated: scores, gathered keys and values, and a layer's work."""
+    o, c, tensor = run.engine_options, run.decoder, run.mesh.size["tensor"]
+    tokens, width = o.append_rows * o.append_tokens[-1], _bytes(o.dtype)
+    scores = 2 * tokens * max(1, c.heads // tensor) * o.chunk * 4
+    gathered = 2 * o.append_rows * max(1, c.kv_heads // tensor) * c.head_width * o.chunk * width
+    work = tokens * (4 * c.width + 2 * c.ffn_width * max(1, c.experts_per_token) // tensor) * 4
+    return scores + gathered + work
+
+
+def programs(run: Shapes) -> dict[str, Any]:
+    """What is compiled at the start: the engine's for each replica, and the learner's."""
+    o = run.engine_options
+    doublings = 0
+    length = 0
+    while length < o.slot_tokens:
+        length, doublings = min(max(o.chunk, 2 * length), o.slot_tokens), doublings + 1
+    widths = {-(-o.slots // parts) for parts in (1, 4)}
+    engine = {
+        "append": len(o.append_tokens),
+        "decode": 1 if o.exact else len(widths) * len(used_lengths(o.chunk, o.slot_tokens)),
+        "fork": doublings if o.fork_min_tokens <= o.slot_tokens else 0,
+        "stash and restore": 2 * doublings if o.offload_after_s else 0,
+        "publish and settle": 2,
+    }
+    learner = {"gradient and update": 2, "zeros": 2, "score": 1 if run.scores else 0}
+    learner["critic"] = 5 if run.critic else 0
+    total = sum(engine.values()) * len(run.replicas) + sum(learner.values())
+    return {
+        "prefill_lengths": list(o.append_tokens),
+        "decode_positions": [o.slot_tokens] if o.exact else used_lengths(o.chunk, o.slot_tokens),
+        "of_each_replica": engine,
+        "of_the_learner": learner,
+        "all": total,
+    }
+
+
+def iteration(run: Shapes, iteration_s: float) -> dict[str, Any]:
+    """The work of one iteration, where every episode uses all of its budgets: nothing can be more."""
+    c = run.config
+    episodes = c.feed.prompts * c.feed.rollouts
+    sampled = episodes * min(c.agent.max_tokens, c.agent.max_turns * c.sampling.max_tokens)
+    if c.finetune.mode:
+        rows, steps = c.finetune.batch * (2 if c.finetune.mode == "dpo" else 1), 1
+    else:
+        rows, steps = episodes, c.train.minibatches
+    fitting = max(1, c.learner.row_tokens // c.agent.max_tokens)
+    packed = math.ceil(rows / steps / fitting)
+    calls = episodes * c.agent.max_turns if run.world.tools else 0
+    each = PROGRAM_CPU_S if getattr(run.world, "runs_code", False) else CALL_CPU_S
+    cpu_s = calls * each + (episodes * SESSION_CPU_S if run.world.functions or getattr(run.world, "runs_code", False) else 0)
+    return {
+        "episodes": episodes,
+        "trajectory_tokens": episodes * c.agent.max_tokens,
+        "sampled_tokens": sampled,
+        "packed_rows": packed * steps,
+        "micro_batches": math.ceil(packed / c.learner.batch_rows) * steps,
+        "optimizer_steps": steps,
+        "staleness": c.feed.max_staleness,
+        "sandbox_calls": calls,
+        "sandbox_cpu_s": round(cpu_s, 3),
+        "sandbox_cores": round(cpu_s / iteration_s, 2),
+        "for_iterations_of_s": iteration_s,
+    }
+
+
+# ---------------------------------------------------------------------- what the compiler says
+
+
+def compiled(run: Shapes, told: dict[str, Any]) -> dict[str, Any]:
+    """The real programs: their true bytes per chip, their collectives, and the least time that the chip's sheet allows."""
+    lowered = {"gradient": "accumulate", "update": "apply"}
+    learner, engine = run.learner.lower(), run.engine.lower()
+    makers: dict[str, Callable[[], Any]] = {name: learner[program].compile for name, program in lowered.items()}
+    makers |= {name: program.compile for name, program in engine.items()}
+    found = {name: _measured(make) for name, make in makers.items()}
+    work = at_least(run)
+    for name, one in found.items():
+        if run.chip and "collectives" in one:
+            one["at_least"] = roofline_s(run.chip, **work[name], linked_bytes=one["linked_bytes"])
+    temporaries = {name: one.get("temporary_bytes", one.get("needed_bytes", 0)) for name, one in found.items()}
+    temporaries["publish"] += size_bytes(run.engine.given) + size_bytes(run.engine.weights)  # what arrives, and what it becomes
+    told_iteration, seconds = told["iteration"], {}
+    if all("at_least" in one for one in found.values()):
+        best = {name: max(one["at_least"].values()) for name, one in found.items()}
+        calls = told_iteration["sampled_tokens"] / (
+            len(run.replicas) * run.engine_options.slots * run.engine_options.decode_tokens
+        )
+        seconds = {
+            "sampling_s": best["decode"] * math.ceil(calls),
+            "training_s": best["gradient"] * told_iteration["micro_batches"]
+            + best["update"] * told_iteration["optimizer_steps"],
+            "publish_s": best["publish"],
+        }
+    return {"programs": found, "peak_bytes": peaks(told["held_bytes"], temporaries), "iteration_at_least": seconds}
+
+
+def _measured(make: Callable[[], Any]) -> dict[str, Any]:
+    """What a program needs and moves; of one that its chip cannot hold, what the compiler said."""
+    began = time.monotonic()
+    try:
+        program = make()
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        return {"refused": str(error).splitlines()[0]}
+    memory, cost, moved = program.memory_analysis(), program.cost_analysis(), collectives(program.as_text())
+    return {
+        "argument_bytes": memory.argument_size_in_bytes,
+        "temporary_bytes": memory.temp_size_in_bytes,
+        "flop_with_loops_once": cost.get("flops", 0.0),
+        "bytes_with_loops_once": cost.get("bytes accessed", 0.0),
+        "linked_bytes": linked_bytes(moved),
+        "collectives": summary(moved, smallest_bytes=100_000),
+        "compile_s": round(time.monotonic() - began, 1),
+    }
+
+
+def at_least(run: Shapes) -> dict[str, dict[str, float]]:
+    """FLOP and bytes of a chip that no compiler can spare, by program.
+
+    A weight costs a token 2 FLOP forward, 4 backward and 2 more where layers are computed again; attention 2 N H for each pair
+    of tokens of an episode, as often. A pass reads the weights three times, its gradient is read and written; an update reads
+    and writes weights, moments and sums; a decoded token reads the weights, and the cache half full.
+    """
+    c, o, e = run.decoder, run.learner.options, run.engine_options
+    chips, tensor = run.mesh.mesh.size, run.mesh.size["tensor"]
+    weights = active_weights(c, run.learner.params)
+    tokens, span = o.batch_rows * o.row_tokens, min(o.row_tokens, run.config.agent.max_tokens)
+    passes = 3 if o.remat == "none" else 4
+    forward = 2 * weights + 2 * c.layers * c.heads * c.head_width * span
+    held, sampler, cache = size_bytes(run.learner.trained), size_bytes(run.engine.weights), size_bytes(run.engine.cache)
+    fed = e.append_rows * e.append_tokens[-1]
+    attended = 4 * c.layers * c.heads * c.head_width * e.slot_tokens / 2
+    one = (2 * weights + attended) / tensor
+    return {
+        "gradient": {
+            "flop": passes * forward * tokens / chips,
+            "moved_bytes": 3 * weights / tensor * _bytes(o.dtype) + 2 * held,
+        },
+        "update": {"flop": 0.0, "moved_bytes": 7.0 * held},
+        "publish": {"flop": 0.0, "moved_bytes": float(size_bytes(run.engine.given) + sampler)},
+        "append": {"flop": one * fed, "moved_bytes": float(sampler)},
+        "decode": {"flop": one * e.slots * e.decode_tokens, "moved_bytes": e.decode_tokens * (sampler + cache / 2)},
+    }
+
+
+# ---------------------------------------------------------------------- what is told
+
+
+def does_not_fit(told: dict[str, Any]) -> str:
+    """A sentence where a device has not the memory for some phase; empty where it has."""
+    limit, known = told["memory_bytes"], told.get("compiled")
+    refused = {name: one["refused"] for name, one in known["programs"].items() if "refused" in one} if known else {}
+    if refused:
+        name, said = next(iter(refused.items()))
+        return f"does not fit: the compiler refuses the program {name} for a {told['chip']}: {said}"
+    phases = known["peak_bytes"] if known else told["peak_bytes"]
+    phase = max(phases, key=lambda name: phases[name])
+    if phases[phase] <= limit:
+        return ""
+    part = max(told["held_bytes"], key=lambda name: told["held_bytes"][name])
+    exact = sum(told["held_bytes"].values())
+    guessed = "" if known or exact > limit else " by the estimate of its temporaries (--topology asks the compiler)"
+    remedy = "raise mesh.fsdp, lower learner.row_tokens or learner.batch_rows, or set learner.remat=full"
+    if phase in ("publish", "sampling"):
+        remedy = "raise mesh.tensor, lower engine.slots or engine.slot_tokens, or set engine.dtype=bfloat16"
+    return (
+        f"does not fit{guessed}: a device needs {phases[phase] / GIB:.2f} GiB in the phase {phase!r} and a {told['chip']} has "
+        f"{limit / GIB:.2f}; the largest part that stays is the {part} with {told['held_bytes'][part] / GIB:.2f} GiB: {remedy}"
+    )
+
+
+def lines(told: dict[str, Any]) -> list[str]:
+    """The plan as one reads it."""
+    size = lambda n: f"{n / GIB:.3f} GiB" if n >= GIB / 10 else f"{n / 2**20:.2f} MiB"  # noqa: E731
+    axes = " x ".join(f"{name} {n}" for name, n in told["training_mesh"].items() if n > 1) or "one device"
+    s, i, p = told["sampling"], told["iteration"], told["programs"]
+    work = (
+        f"{i['episodes']} episodes, {i['sampled_tokens']} sampled tokens, {i['packed_rows']} packed rows in "
+        f"{i['micro_batches']} micro-batches, {i['optimizer_steps']} optimizer steps"
+    )
+    text = [
+        f"{told['weights'] / 1e6:.2f}M weights, {told['trained_weights'] / 1e6:.2f}M trained, on {told['devices']} devices "
+        f"({told['chip']}, {size(told['memory_bytes'])} each)",
+        f"training mesh: {axes}; {told['attention']}",
+        f"sampling: {s['replicas']} replicas of {s['devices_each']} devices, {s['slots_each']} trajectories each",
+        "",
+        "bytes of a device that stay",
+        *(f"  {name:<18}{size(n):>14}" for name, n in told["held_bytes"].items() if n),
+        "bytes of a device while it runs (estimated)",
+        *(f"  {name:<18}{size(n):>14}" for name, n in told["temporary_bytes"].items()),
+        "the most at once (estimated)",
+        *(f"  {name:<18}{size(n):>14}" for name, n in told["peak_bytes"].items()),
+        "",
+        f"programs to compile: {p['all']}; prefill lengths {p['prefill_lengths']}, positions read {p['decode_positions']}",
+        f"an iteration at most: {work}, staleness {i['staleness']}",
+        f"sandbox at most: {i['sandbox_calls']} calls, {i['sandbox_cpu_s']:g} CPU-s beside the programs' own: "
+        f"{i['sandbox_cores']:g} cores for iterations of {i['for_iterations_of_s']:g} s",
+    ]
+    if known := told.get("compiled"):
+        text += ["", "as compiled, for each program: arguments, temporaries, the least seconds, what goes over links"]
+        for name, one in known["programs"].items():
+            if "refused" in one:
+                text += [f"  {name:<10}{one['refused']}"]
+                continue
+            bound = max(one["at_least"], key=lambda limit: one["at_least"][limit])
+            least = f"{one['at_least'][bound]:.2e} s ({bound.removesuffix('_s')})"
+            sizes = f"{size(one['argument_bytes']):>12}{size(one['temporary_bytes']):>14}"
+            text += [f"  {name:<10}{sizes}  {least}  {one['collectives']}"]
+        text += ["the most at once", *(f"  {name:<18}{size(n):>14}" for name, n in known["peak_bytes"].items())]
+        text += [
+            f"an iteration at least: {name.removesuffix('_s')} {x:.3g} s" for name, x in known["iteration_at_least"].items()
+        ]
+    return text

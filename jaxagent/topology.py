@@ -1,0 +1,174 @@
+"""Machines that are not here: their chips, the programs of a run compiled for them, and how fast these could be at best."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.experimental import topologies
+from jax.experimental.compilation_cache import compilation_cache
+
+from jaxagent.compiled import Collective
+from jaxagent.engine.cache import new_cache
+from jaxagent.engine.controls import ControlSizes, new_controls
+from jaxagent.engine.engine import EngineOptions, used_lengths
+from jaxagent.engine.steps import make_steps, new_rows
+from jaxagent.models.transformer import Decoder, DecoderConfig, Params, logical_axes
+from jaxagent.sharding import DeviceMesh
+
+
+@dataclass(frozen=True)
+class Chip:
+    """What JAX counts as one device. Rates are the makers' data sheets; memory is what XLA says that a program may use."""
+
+    tflops: float  # bfloat16, dense
+    memory_gb: float  # GiB
+    memory_gbps: float  # 1e9 bytes a second
+    link_gbps: float  # to its neighbours, all links of a chip and both ways together: 1e9 bytes a second
+
+
+CHIPS = {
+    "v5e": Chip(197, 15.75, 819, 200),
+    "v5p": Chip(459, 95.74, 2765, 600),
+    "v6e": Chip(918, 31.25, 1640, 448),
+    "tpu7x": Chip(1153.5, 94.75, 3690, 600),  # a device is half a chip
+    "H100": Chip(989, 80e9 / 2**30, 3350, 900),
+    "H200": Chip(989, 141e9 / 2**30, 4800, 900),
+}
+
+# Read when the compiler is loaded: there is no TPU here to be asked, and none to be used; others may compile meanwhile.
+_ALONE = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
+
+
+def devices_of(name: str) -> list[jax.Device]:
+    """The devices of a TPU topology such as v5e:16x16, which can be compiled for and not run on.
+
+    Raises ValueError where the name is none, or the compiler is not installed.
+    """
+    generation = name.partition(":")[0]
+    known = [chip for chip in CHIPS if chip.startswith(("v", "tpu"))]
+    if generation not in known:
+        raise ValueError(f"--topology={name!r}: chips are {', '.join(known)}, as in v5e:4x4, v5p:4x4x4 or v6e:16x16")
+    for key, value in _ALONE.items():
+        os.environ.setdefault(key, value)
+    try:
+        return list(topologies.get_topology_desc(name, platform="tpu").devices)
+    except jax.errors.JaxRuntimeError as error:
+        raise ValueError(f"--topology={name!r}: {str(error).splitlines()[0]}") from None
+    except RuntimeError:  # as JAX says that there is no libtpu
+        raise ValueError(
+            f"--topology={name!r} is compiled by libtpu, which the extra `tpu` installs: pip install 'jaxagent[tpu]'"
+        ) from None
+
+
+@contextmanager
+def uncached() -> Iterator[None]:
+    """Programs for devices that are not here can be put into the cache of compiled programs but not be read from it."""
+    before = jax.config.jax_enable_compilation_cache  # type: ignore[attr-defined]
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", before)
+        compilation_cache.reset_cache()
+
+
+# ---------------------------------------------------------------------- an engine's programs
+
+
+class EngineShapes:
+    """What an engine holds on its replica, as shapes with placements, and its programs lowered on these."""
+
+    def __init__(self, config: DecoderConfig, options: EngineOptions, mesh: DeviceMesh, trained: Params):
+        """Args: trained: the learner's weights, for their types; mesh: one replica, only its tensor axis is cut."""
+        self.options, self.mesh = options, mesh
+        self.steps: Any = make_steps(
+            config,
+            dtype=jnp.dtype(options.dtype),
+            chunk=options.chunk,
+            decode_tokens=options.decode_tokens,
+            mesh=mesh,
+            record_routing=options.record_routing,
+            top_logprobs=options.top_logprobs,
+        )
+        axes = logical_axes(nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0))))
+        self.given = jax.tree.map(self._shape, trained, axes)
+        layers = {name: a[1:] for name, a in axes["blocks"].items()}
+        weights = jax.eval_shape(self.steps.publish, trained)
+        each = {name: layers[name] for name in weights["blocks"][0]}
+        named = {**{name: axes[name] for name in weights}, "blocks": (each,) * config.layers}
+        self.weights = jax.tree.map(self._shape, weights, named)
+        o = options
+        cache = jax.eval_shape(lambda: new_cache(config, o.slots, o.slot_tokens, jnp.dtype(o.dtype)))
+        self.cache = jax.tree.map(lambda x: self._shape(x, (None, "kv_heads")), cache)
+        self.plain = jax.eval_shape(lambda: new_rows(o.slots, o.stop_tokens))
+        sizes = ControlSizes(**{name: getattr(o, name) for name in ControlSizes.__annotations__})
+        self.rows = jax.tree.map(self._shape, self.plain | jax.eval_shape(lambda: new_controls(o.slots, sizes)))
+
+    def _shape(self, x: Any, axes: tuple[str | None, ...] = ()) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.mesh.sharding(axes, x.shape))
+
+    def lower(self) -> dict[str, jax.stages.Lowered]:
+        """publish, append of the longest length, and decode of all slots with all their positions."""
+        o = self.options
+        slot_R, token_RA = np.zeros(o.append_rows, np.int32), np.zeros((o.append_rows, o.append_tokens[-1]), np.int32)
+        armed = {name: np.zeros(x.shape, x.dtype) for name, x in self.plain.items()}
+        armed |= {"mask": np.zeros(o.slots, bool), "controlled": np.zeros(o.slots, bool)}
+        whole = (None, 0) if o.exact else (np.zeros(o.slots, np.int32), used_lengths(o.chunk, o.slot_tokens)[-1])
+        # As the engine calls it: what scores fed tokens is there only where requests may ask for it.
+        score = (slot_R, np.zeros(o.append_rows, np.float32)) if o.prompt_logprobs else None
+        return {
+            "publish": self.steps.publish.lower(self.given),
+            "append": self.steps.append.lower(self.weights, self.cache, slot_R, token_RA, slot_R, slot_R, score),
+            "decode": self.steps.decode.lower(self.weights, self.cache, self.rows, armed, None, *whole),
+        }
+
+
+# ---------------------------------------------------------------------- how large, how fast
+
+
+def size_bytes(tree: Any) -> int:
+    """Bytes that one device holds of a tree of arrays or shapes with placements."""
+    return sum(int(np.prod(x.sharding.shard_shape(x.shape))) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def active_weights(config: DecoderConfig, params: Params) -> float:
+    """Weights that multiply a token: a forward pass is 2 FLOP for each, with two backward ones and one again 8."""
+    blocks = sum(leaf.size for leaf in jax.tree.leaves(params["blocks"]))
+    experts = sum(params["blocks"][name].size for name in ("gate", "up", "down")) if config.experts else 0
+    idle = experts * (1 - config.experts_per_token / config.experts) if config.experts else 0
+    return blocks - idle + config.vocab_size * config.width
+
+
+def roofline_s(chip: Chip, *, flop: float = 0.0, moved_bytes: float = 0.0, linked_bytes: float = 0.0) -> dict[str, float]:
+    """Seconds that a chip's arithmetic, memory and links need at least, each alone; the program needs the longest of them."""
+    return {
+        "compute_s": flop / (chip.tflops * 1e12),
+        "memory_s": moved_bytes / (chip.memory_gbps * 1e9),
+        "links_s": linked_bytes / (chip.link_gbps * 1e9),
+    }
+
+
+def linked_bytes(found: Iterable[Collective]) -> float:
+    """Bytes that a chip sends or receives in a program's collectives, loops included: an all-reduce passes everything twice."""
+    return sum((2 if one.kind == "all-reduce" else 1) * one.size_bytes * one.runs for one in found)
+
+
+def by_place(found: list[Collective]) -> tuple[list[Collective], list[Collective], list[Collective]]:
+    """Those of the loop over layers forward, backward, and those outside of it."""
+    backward = [one for one in found if "transpose(jvp(layers))" in one.loop]
+    forward = [one for one in found if "layers" in one.loop and one not in backward]
+    return forward, backward, [one for one in found if "layers" not in one.loop]

@@ -1,0 +1,170 @@
+"""A plan says what a run would be: what shapes tell is what XLA counts, what cannot fit is refused in a sentence."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+from ml_collections import ConfigDict
+
+from jaxagent import config as configs
+from jaxagent.__main__ import main as command
+from jaxagent.compiled import Collective, collectives
+from jaxagent.plan import Shapes, compiled, does_not_fit, forecast, held_bytes, lines, peaks
+from jaxagent.topology import CHIPS, linked_bytes, roofline_s, uncached
+
+CONFIGS = Path(__file__).parents[1] / "configs"
+SPEC = f"{CONFIGS / 'quickstart.py'}:runlocal"
+SMALL = (
+    "model.layers=1",
+    "learner.batch_rows=8",
+    "mesh.fsdp=2",
+    "mesh.tensor=1",
+    "model.width=64",
+    "model.heads=2",
+    "model.ffn_width=128",
+)
+BIG = ("model.width=16384", "model.layers=96", "model.heads=128", "model.head_width=128", "model.ffn_width=65536")
+
+
+def configured(*overrides: str) -> ConfigDict:
+    tree, faults = configs.load(SPEC, [*SMALL, *overrides])
+    assert faults == []
+    return tree
+
+
+@pytest.fixture(scope="module")
+def run() -> Shapes:
+    return Shapes(configured("algo.kl=k3_loss", "algo.kl_coef=0.001", "mesh.data=1"))
+
+
+def test_what_shapes_tell_is_what_xla_counts_and_temporaries_are_of_their_size(run: Shapes) -> None:
+    told = forecast(run, 60.0)
+    held, o = told["held_bytes"], run.learner.options
+    batch = 4 * o.batch_rows * o.row_tokens // 2 * len(run.learner.objective.reads)  # of a device, flags smaller than that
+    gradient = run.learner.lower()["accumulate"].compile().memory_analysis()
+    there = held["weights"] + held["gradient sum"]
+    assert there < gradient.argument_size_in_bytes < 1.01 * there + batch
+    assert 0.5 < told["temporary_bytes"]["gradient"] / gradient.temp_size_in_bytes < 2
+    decode = run.engine.lower()["decode"].compile().memory_analysis()
+    there = held["sampler copy"] + held["key-value cache"] + held["rows"]
+    assert abs(decode.argument_size_in_bytes / there - 1) < 0.02
+
+
+def test_every_weight_is_counted_on_the_device_that_holds_it(run: Shapes) -> None:
+    """fsdp 2 halves what is trained; the sampler has all of it, and a slot's keys and values are L 2 S K H numbers."""
+    held, c = held_bytes(run), run.decoder
+    shapes = jax.tree.leaves(run.learner.params)
+    cut = sum(x.size for x in shapes if x.sharding.shard_shape(x.shape) != x.shape)
+    whole = sum(x.size for x in shapes)
+    assert cut > 0.9 * whole
+    assert held["weights"] == 4 * (whole - cut // 2) == held["reference"]
+    assert held["moments"] - 2 * held["weights"] in range(64)  # and a count of steps
+    assert held["sampler copy"] == 4 * whole
+    assert held["key-value cache"] == 32 * c.layers * 2 * 80 * c.kv_heads * c.head_width * 4
+
+
+def test_an_iteration_is_counted_by_its_budgets(run: Shapes) -> None:
+    counted = forecast(run, 2.0)["iteration"]
+    assert counted["episodes"] == 8 and counted["optimizer_steps"] == 2
+    assert counted["sampled_tokens"] == 8 * 8 * 6 and counted["sandbox_calls"] == 8 * 8
+    assert counted["packed_rows"] == 8 and counted["micro_batches"] == 2  # four rows for each optimizer step
+    assert counted["sandbox_cores"] == pytest.approx((8 * 0.00454 + 64 * 0.0006) / 2, abs=0.01)
+
+
+def test_a_critic_costs_its_weights_moments_and_sums_and_scores_are_a_program() -> None:
+    runs = [Shapes(configured("mesh.data=1", f"algo.name={name}")) for name in ("grpo", "ppo_turn")]
+    plain, ppo = (forecast(run, 60.0) for run in runs)
+    assert not plain["held_bytes"]["critic"]
+    own = sum(plain["held_bytes"][part] for part in ("weights", "moments", "gradient sum"))
+    c = runs[1].decoder
+    instead = 16 * (c.vocab_size * c.width // 2 - c.width)  # of a head for the vocabulary, cut in two, a vector on each
+    assert abs(own - ppo["held_bytes"]["critic"] - instead) < 512  # of the sums for metrics
+    assert ppo["programs"]["all"] == plain["programs"]["all"] + 6
+
+
+def test_the_peak_is_of_what_stays_and_what_a_phase_adds() -> None:
+    held = {"weights": 4, "gradient sum": 3, "sampler copy": 2}
+    temporaries = {"gradient": 10, "update": 20, "publish": 30, "append": 5, "decode": 7}
+    assert peaks(held, temporaries) == {"gradient": 19, "update": 29, "publish": 36, "sampling": 13}
+
+
+def test_a_plan_is_told_and_one_that_cannot_fit_is_refused_in_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["plan", f"--config={SPEC}", "--json"]
+    assert command(asked) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["held_bytes"]["weights"] and told["iteration"]["staleness"] == 0
+    assert command([*asked, *(f"--config.{change}" for change in BIG)]) == 2
+    out, err = capsys.readouterr()
+    told = json.loads(out)
+    assert told["held_bytes"]["weights"] > told["memory_bytes"]
+    assert "does not fit: a device needs" in err and "the moments with" in err and "mesh.fsdp" in err
+    assert len(err.splitlines()) == 1
+
+
+def test_a_config_with_faults_and_a_mesh_that_does_not_fit_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command(["plan", f"--config={SPEC}", "--config.train.minibatches=9", "--config.sampling.top_k=5"]) == 2
+    err = capsys.readouterr().err
+    assert "train.minibatches" in err and "sampling.top_k" in err
+    assert command(["plan", f"--config={SPEC}", "--config.mesh.fsdp=3"]) == 2
+    assert "mesh data=0 x fsdp=3" in capsys.readouterr().err
+    assert command(["plan", f"--config={SPEC}", "--topology=v9:2x2"]) == 2
+    assert "chips are v5e, v5p, v6e, tpu7x" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is not None, reason="libtpu is installed")
+def test_without_its_compiler_a_topology_is_refused_with_the_name_of_the_extra(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command(["plan", f"--config={SPEC}", "--topology=v5e:2x2"]) == 2
+    assert "the extra `tpu` installs" in capsys.readouterr().err
+
+
+def test_rooflines_and_links_by_hand() -> None:
+    chip = CHIPS["v5e"]
+    least = roofline_s(chip, flop=197e12, moved_bytes=819e9 / 2, linked_bytes=400e9)
+    assert least == {"compute_s": pytest.approx(1), "memory_s": pytest.approx(0.5), "links_s": pytest.approx(2)}
+    gather = Collective("all-gather", ("bf16[10,10]",), "layers", "body", "", True, runs=12)
+    reduce = Collective("all-reduce", ("f32[5]",), "", "", "", False)
+    assert linked_bytes([gather, reduce]) == 12 * 200 + 2 * 20
+
+
+def test_a_collective_in_loops_is_counted_as_often_as_they_run() -> None:
+    text = """HloModule m
+
+%inner (c: (f32[4])) -> (f32[4]) {
+  %c = (f32[4]{0}) parameter(0)
+  ROOT %all-gather.1 = f32[8]{0} all-gather(%c)
+}
+
+%outer (c: (f32[4])) -> (f32[4]) {
+  %c = (f32[4]{0}) parameter(0)
+  ROOT %w = (f32[4]{0}) while(%c), condition=%x, body=%inner, backend_config={"known_trip_count":{"n":"3"},"a":"b"}
+}
+
+ENTRY %main (a: f32[4]) -> f32[4] {
+  %a = (f32[4]{0}) parameter(0)
+  ROOT %w = (f32[4]{0}) while(%a), condition=%x, body=%outer, backend_config={"known_trip_count":{"n":"5"}}
+}
+"""
+    assert [one.runs for one in collectives(text)] == [15]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu, of the extra `tpu`, is not installed")
+def test_the_real_programs_are_compiled_for_chips_that_are_not_here() -> None:
+    sizes = ("model.head_width=128", "learner.row_tokens=256", "learner.dtype=bfloat16", "engine.dtype=bfloat16")
+    run = Shapes(configured("mesh.data=2", *sizes), "v5e:2x2")
+    told: dict[str, Any] = forecast(run, 60.0)
+    with uncached():
+        told["compiled"] = known = compiled(run, told)
+    assert set(known["programs"]) == {"gradient", "update", "publish", "append", "decode"}
+    gradient = known["programs"]["gradient"]
+    there = told["held_bytes"]["weights"] + told["held_bytes"]["gradient sum"]
+    assert 1 <= gradient["argument_bytes"] / there < 1.2  # rows beside them, and what a chip fills up
+    assert "all-gather" in gradient["collectives"] and gradient["linked_bytes"] > 0
+    assert known["iteration_at_least"]["training_s"] > 0 and not does_not_fit(told)
+    assert any(line.startswith("  decode") for line in lines(told))
+    told["memory_bytes"] = 1000
+    assert "a v5e has" in does_not_fit(told) and "estimate" not in does_not_fit(told)
