@@ -34,7 +34,7 @@ from jaxagent.models.adapters import merged, unadapted
 from jaxagent.models.attention import Attend
 from jaxagent.models.layers import rms_norm
 from jaxagent.models.moe import mix_experts
-from jaxagent.models.transformer import Decoder, DecoderConfig, Params, embed, head_logits, head_table, unstack
+from jaxagent.models.transformer import Decoder, DecoderConfig, Params, embed, head_logits, head_table, output_first, unstack
 from jaxagent.sharding import DeviceMesh
 
 Forward = Callable[..., tuple[Array, Cache, Array | None]]
@@ -93,7 +93,10 @@ def make_steps(
 
     def publish(params: Params) -> Params:
         # A real copy: an output that is its own input would die when the learner donates its weights.
-        return unstack(jax.tree.map(lambda w: jnp.array(w, dtype, copy=True), merged(params, config)), config.layers)
+        sliced = unstack(jax.tree.map(lambda w: jnp.array(w, dtype, copy=True), merged(params, config)), config.layers)
+        if not takes_output_first(config, mesh):
+            return sliced
+        return {**sliced, "blocks": tuple(output_first(layer) for layer in sliced["blocks"])}
 
     def append(
         params: Params,
@@ -131,9 +134,16 @@ def make_steps(
     )
 
 
+def takes_output_first(config: DecoderConfig, mesh: DeviceMesh) -> bool:
+    """Whether the sampler's copy holds linear maps as [out, in]: on a CPU, and not of experts, whose products are others."""
+    return mesh.platform == "cpu" and not config.experts
+
+
 def forward_fn(config: DecoderConfig, mesh: DeviceMesh, record_routing: bool) -> Forward:
     """The decoder up to its last hidden state: (params, cache, token_BT, pos_BT, attend) -> (x, cache, experts or None)."""
-    block_graph = nnx.split(nnx.eval_shape(lambda: Decoder(unadapted(config), nnx.Rngs(0)).blocks))[0]
+    blocks = nnx.eval_shape(lambda: Decoder(unadapted(config), nnx.Rngs(0)).blocks)
+    blocks.output_first = takes_output_first(config, mesh)
+    block_graph = nnx.split(blocks)[0]
 
     mix = partial(mix_experts, spec=config.mixture, mesh=mesh) if config.experts else None
 
