@@ -179,9 +179,10 @@ class Checker:
         return self.world.episode(f"check/{os.getpid()}/{self.number}", sandbox)
 
     def turns(self, rng: random.Random, count: int) -> list[Message]:
-        """Turns drawn from all that were demonstrated, or nonsense."""
+        """Turns drawn from all that were demonstrated, or from the world's `examples` of actions, or nonsense."""
         known = [m for _, shown in self.shown for m in shown if m.role == "assistant"]
-        return [rng.choice(known) if known else Message("assistant", rng.choice(("1", "look", "[4]"))) for _ in range(count)]
+        known = known or [Message("assistant", text) for text in getattr(self.world, "examples", ()) or (NONSENSE,)]
+        return [rng.choice(known) for _ in range(count)]
 
     async def play(self, sandbox: Any, task: Task, turns: Sequence[Message]) -> Play:
         """Takes these turns until the episode ends. Raises RuntimeError where the world says that it broke."""

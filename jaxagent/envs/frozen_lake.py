@@ -139,7 +139,7 @@ class FrozenLake:
         rules: bool = True,
         letters: bool = False,
         demo_slips: float = 0.3,
-        demo_moves: int = 16,
+        demo_moves: int = 12,
     ):
         if not 2 <= size <= 12:
             raise ValueError(f"env.options.size must be 2 to 12, got {size}")

@@ -182,7 +182,6 @@ class Served:
         name: of the adapter, and of the library in workers/install.py.
         options: of the adapter.
         describe: what a task has beside its id and seed, from split and index; `difficulty` is among it.
-        sizes: how many tasks the splits have, where that is not without end.
         tools: where the actions are calls.
         rules: what is said before the first observation.
         workers: processes at most; 0: as cores and memory allow.
@@ -220,6 +219,8 @@ class Served:
             slots=slots,
             timeout_s=timeout_s,
         )
+        self.sizes: dict[str, int] = {}  # of splits that are not without end
+        self.examples: tuple[str, ...] = ()  # actions, for a checker that has no demonstrations
         self._pool: Pool | None = None
 
     def pool(self) -> Pool:
