@@ -12,7 +12,6 @@ from jaxagent.envs.check import check
 from jaxagent.envs.env import Step, Task, World, end
 from jaxagent.types import Message
 
-
 _WORLDS: list[World] = []
 
 

@@ -121,7 +121,7 @@ def test_a_game_of_one_player_is_won_and_has_one_seat() -> None:
 
     def write(text: str, request: SampleRequest) -> Sequence[int]:
         low, high = 1, 20
-        for guess, way in re.findall(r"(\d+)[^<]{0,80}?(higher|lower)", text.partition("<turn>")[2]):
+        for guess, way in re.findall(r"\[(\d+)\]<eos><user>The target number is (higher|lower)", text):
             low, high = (max(low, int(guess) + 1), high) if way == "higher" else (low, min(high, int(guess) - 1))
         return TEMPLATE.turn(Message("assistant", f"[{(low + high) // 2}]"))
 
