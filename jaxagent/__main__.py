@@ -7,6 +7,7 @@ jaxagent generate --checkpoint=DIR --prompt=TEXT [--temperature=T] [--max-tokens
 jaxagent plan     --config=FILE[:ARG] [--topology=v5e:16x16] [--json] [--config.KEY=VALUE ...]
 jaxagent view     DIR
 jaxagent export   --workdir=DIR --to=DIR [--dtype=float32] [--adapter]
+jaxagent env      list | install NAME [--python=PATH] | check NAME | check --config=FILE[:ARG] [--config.KEY=VALUE ...]
 """
 
 from __future__ import annotations
@@ -31,6 +32,9 @@ _HOME = {
     "export": "jaxagent.policy",
     "plan": "jaxagent.plan",
     "view": "jaxagent.view",
+    "env list": "jaxagent.envs.workers.install",
+    "env install": "jaxagent.envs.workers.install",
+    "env check": "jaxagent.envs.check",
 }
 
 
@@ -74,7 +78,20 @@ def parser() -> argparse.ArgumentParser:
     export.add_argument("--to", required=True)
     export.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
     export.add_argument("--adapter", action="store_true", help="the low-rank adapters alone, in PEFT's layout")
+    _add_env(commands.add_parser("env", help="worlds: which there are, what they need, whether they keep the contract"))
     return whole
+
+
+def _add_env(env: argparse.ArgumentParser) -> None:
+    actions = env.add_subparsers(dest="action", required=True, metavar="ACTION")
+    actions.add_parser("list", help="worlds that need a library, and whether it is there")
+    install = actions.add_parser("install", help="makes the environment of a world, with what it needs")
+    install.add_argument("name")
+    install.add_argument("--python", default="", help="the interpreter to make it with; default: one that fits")
+    check = actions.add_parser("check", help="plays a world without a policy and says whether it keeps the contract")
+    which = check.add_mutually_exclusive_group(required=True)
+    which.add_argument("name", nargs="?", help="a file of jaxagent/envs, or a dotted module, with its default options")
+    which.add_argument("--config", help="the world of a file with get_config(arg), as FILE or FILE:ARG")
 
 
 def count(text: str) -> int:
@@ -90,8 +107,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     overrides = [a.removeprefix("--config.") for a in arguments if a.startswith("--config.")]
     options = vars(parser().parse_args([a for a in arguments if not a.startswith("--config.")]))
     command = options.pop("command")
-    if overrides and command not in CONFIGURED:
-        print(f"--config.KEY=VALUE belongs to jaxagent {', '.join(CONFIGURED)}", file=sys.stderr)
+    if command == "env":
+        command = f"env {options.pop('action')}"
+    if overrides and command not in CONFIGURED and not options.get("config"):
+        print(f"--config.KEY=VALUE belongs to jaxagent {', '.join(CONFIGURED)} and env check --config", file=sys.stderr)
         return 2
     home = importlib.import_module(_HOME[command])
     faults: tuple[type[Exception], ...] = (ValueError, *getattr(home, "FAULTS", ()))
@@ -111,7 +130,16 @@ def call(command: str, home: Any, overrides: Sequence[str], options: dict[str, A
         return home.run(options["config"], overrides, options["workdir"])
     if command == "plan":
         return home.plan(overrides=overrides, as_json=options.pop("json"), **options)
-    done = {"eval": "report", "view": "write_report"}.get(command, command)
+    if command == "env check":
+        name, spec = options["name"], options["config"]
+        env = importlib.import_module("jaxagent.config").world_of(spec, overrides) if spec else (name, {})
+        return home.report(*env)
+    done = {
+        "eval": "report",
+        "view": "write_report",
+        "env list": "report_list",
+        "env install": "report_install",
+    }.get(command, command)
     return getattr(home, done)(**options)
 
 

@@ -111,6 +111,14 @@ def _override(config: ConfigDict, override: str) -> str:
     return ""
 
 
+def world_of(spec: str, overrides: Sequence[str] = ()) -> tuple[str, dict[str, Any]]:
+    """Name and options of a config's world. Raises ConfigError where the file or an override is wrong."""
+    config, faults = load(spec, overrides)
+    if faults:
+        raise ConfigError(faults)
+    return config.env.name, dict(config.env.options)
+
+
 def parse(text: str, old: Any) -> Any:
     """A command-line value: JSON or a Python word, or the text itself where a string is wanted."""
     if isinstance(old, str):

@@ -277,6 +277,7 @@ class Parts:
         self.rollouts.close()
         self.engines.close()
         self.sandbox.close()
+        envs.end(self.world)
 
 
 def build(config: ConfigDict, log: Path | None = None, *, with_critic: bool = True) -> Parts:

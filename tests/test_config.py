@@ -38,7 +38,10 @@ def value(override: str, spec: str = BASE) -> Any:
 @pytest.mark.parametrize("arg", ["", ":runlocal"])
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.py")), ids=lambda path: path.stem)
 def test_every_config_of_ours_loads_without_a_fault(path: Path, arg: str) -> None:
-    assert faults_with(spec=f"{path}{arg}") == []
+    found = faults_with(spec=f"{path}{arg}")
+    if [fault for fault in found if "jaxagent env install" in fault or "needs the program" in fault] == found != []:
+        pytest.skip(found[0])
+    assert found == []
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.py")), ids=lambda path: path.stem)

@@ -66,9 +66,9 @@ class Env(Protocol):
 class World(Protocol):
     """One per run: tells its tools and tasks, makes episodes, and shows how a (sloppy) agent behaves.
 
-    A world may also have `sizes`, how many tasks its splits have, where they are not without end; and `runs_code = True`,
-    where its sessions run programs that the policy wrote. One that has nothing to show leaves `demonstrate` away, and
-    trains without a warm-up.
+    A world may also have `sizes`, how many tasks its splits have, where they are not without end; `runs_code = True`, where
+    its sessions run programs that the policy wrote; and `close`, which ends what it has started. One that has nothing to show
+    leaves `demonstrate` away, and trains without a warm-up.
     """
 
     @property
@@ -95,6 +95,11 @@ class World(Protocol):
 def size_of(world: World, split: str) -> int:
     """How many tasks a split has."""
     return getattr(world, "sizes", {}).get(split, ENDLESS)
+
+
+def end(world: World) -> None:
+    """Ends what a world has started, where it says how."""
+    getattr(world, "close", lambda: None)()
 
 
 def find(name: str) -> Callable[..., World]:

@@ -1,0 +1,95 @@
+"""TextWorld: games that are generated, compiled once and kept in a folder, played by typed commands."""
+
+import fcntl
+import re
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import textworld
+from textworld.challenges import CHALLENGES
+
+# Words that end or rewind a game, or write files: none of them is a move.
+_META = {"quit", "q", "restart", "restore", "save", "undo", "script", "transcript", "verify", "version", "score", "notify"}
+_LONGEST = 100  # letters of a command; the machine's own buffer is not much longer
+_PROMPT = re.compile(r"\n>[^\n]*\Z")  # the prompt, and the status line behind it
+_BANNER = re.compile(r"\A.*\$\$[^\n]*\n", re.DOTALL)  # the name of the library in large letters
+
+
+class World:
+    def __init__(self, kind: str, hints: bool, commands: bool, games: str):
+        self.kind, self.hints, self.commands, self.games = kind, hints, commands, Path(games)
+        self.game: Any = None
+
+    def reset(self, task: dict[str, Any], seed: int) -> dict[str, Any]:
+        self.close()
+        infos = textworld.EnvInfos(
+            admissible_commands=True, score=True, max_score=True, won=True, lost=True, description=True, inventory=True,
+            extras=["walkthrough"],
+        )  # fmt: skip
+        self.game = textworld.start(str(self.compiled(task)), infos)
+        self.state = self.game.reset()
+        self.score = 0
+        return self.told(self.state.feedback)
+
+    def step(self, action: str) -> dict[str, Any]:
+        # Other letters than these end the machine, and a full stop is followed by a second command.
+        command = " ".join(re.findall(r"[\w',-]+", action.partition("\n")[0], re.ASCII))[:_LONGEST]
+        if not command or command.split()[0].lower() in _META:
+            return {**self.told("That is no move."), "invalid": True, "reason": "no move"}
+        self.state, score, done = self.game.step(command)
+        gained, self.score = score - self.score, score
+        reason = "won" if self.state.won else "lost" if self.state.lost else "scored" if gained > 0 else ""
+        return {**self.told(self.state.feedback), "reward": gained / self.state.max_score, "done": bool(done), "reason": reason}
+
+    def oracle(self) -> list[str]:
+        return list(self.state["extra.walkthrough"])
+
+    def close(self) -> None:
+        if self.game is not None:
+            self.game.close()
+        self.game = None
+
+    def told(self, feedback: str) -> dict[str, Any]:
+        text = _PROMPT.sub("", _BANNER.sub("", feedback))
+        text = re.sub(r"\s*\n\s*\n\s*", "\n", text).strip()
+        if self.commands:
+            text += "\nYou can: " + "; ".join(sorted(self.state.admissible_commands or ()))
+        return {"text": text, "state": f"{self.state.description}|{self.state.inventory}".strip()}
+
+    def compiled(self, task: dict[str, Any]) -> Path:
+        """The game of a task, from the folder of games. Compiling takes seconds: one worker does it, the others wait for it."""
+        name = f"{self.kind}-{task['level']}-{task['seed']}-{int(self.hints)}-{textworld.__version__}"
+        path = self.games / f"{name}.z8"
+        self.games.mkdir(parents=True, exist_ok=True)
+        with (self.games / f"{name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not path.exists():
+                self.compile(task, path)
+        return path
+
+    def compile(self, task: dict[str, Any], path: Path) -> None:
+        with tempfile.TemporaryDirectory(dir=self.games) as folder:
+            options = textworld.GameOptions()
+            options.seeds = task["seed"]
+            options.path = str(Path(folder) / path.name)
+            options.grammar.only_last_action = not self.hints
+            game = self.generate(task["level"], options)
+            textworld.generator.compile_game(game, options)
+            for file in Path(folder).glob(f"{path.stem}.*"):
+                if file.suffix != path.suffix:
+                    shutil.move(file, self.games / file.name)
+            Path(options.path).replace(path)
+
+    def generate(self, level: int, options: Any) -> Any:
+        if self.kind == "coins":
+            found = CHALLENGES["tw-coin_collector"]
+            return (found[1] if isinstance(found, tuple) else found)({"level": level}, options)
+        options.nb_rooms, options.nb_objects = max(1, level // 2), max(1, level * 3 // 4)
+        options.chaining.min_length = options.chaining.max_length = options.quest_length = level
+        return textworld.generator.make_game(options)
+
+
+def make(**options: Any) -> World:
+    return World(**options)

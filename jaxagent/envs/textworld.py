@@ -1,0 +1,59 @@
+"""`textworld`: generated text adventures of a wanted difficulty. Needs `jaxagent env install textworld`.
+
+Two kinds. `coins`: a chain of rooms with a coin at its end; levels 1 to 100 have as many rooms as the level, 101 to 200 as
+many dead ends beside them, 201 to 300 more. `quest`: level q is a quest of q commands through q/2 rooms among 3q/4 objects,
+so that level 4 is what papers call w2-o3-q4 and level 8 w4-o6-q8. A game is compiled when it is first played, which takes
+seconds, and kept.
+
+The reward is the increment of the game's score, as a share of all that can be scored: a game that is won is worth 1.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from jaxagent.envs.env import Task
+from jaxagent.envs.synchronous import Shown
+
+KINDS = ("coins", "quest")
+RULES = "You play a text adventure. Answer with one command, as in: go east; open chest; take key; unlock door with key."
+
+
+def make_world(
+    kind: str = "coins",
+    levels: tuple[int, ...] = (1, 2, 3, 4, 5),
+    games: int = 100,
+    hints: bool = False,
+    commands: bool = True,
+    rules: bool = True,
+    workers: int = 0,
+    timeout_s: float = 120.0,
+) -> Shown:
+    """The world.
+
+    Args:
+        kind: coins or quest.
+        levels: of the games, in turn; a curriculum is a run with higher ones from the checkpoint of one with lower.
+        games: of the training split; half as many are held out in each of the others.
+        hints: whether the whole way is told at the start, or only what is to be achieved.
+        commands: whether all admissible commands are listed after every observation.
+        rules: whether the first observation begins with the rules.
+    """
+    levels = tuple(levels)
+    if kind not in KINDS:
+        raise ValueError(f"env.options.kind must be one of {', '.join(KINDS)}; got {kind!r}")
+    if not levels or not all(1 <= level <= (300 if kind == "coins" else 30) for level in levels):
+        raise ValueError(f"env.options.levels must be 1 to 300 for coins, 1 to 30 for quest; got {levels}")
+    if games < 2:
+        raise ValueError(f"env.options.games must be at least 2, got {games}")
+
+    def describe(split: str, index: int) -> Task:
+        level = levels[index % len(levels)]
+        return {"level": level, "difficulty": f"level {level:03d}"}
+
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxagent" / "games"
+    options = {"kind": kind, "hints": hints, "commands": commands, "games": str(cache)}
+    world = Shown("textworld", options, describe, rules=RULES * rules, workers=workers, slots=16, timeout_s=timeout_s)
+    world.sizes = {split: games if split == "train" else games // 2 for split in ("train", "demo", "valid", "test")}
+    return world

@@ -1,0 +1,167 @@
+"""What the worlds that are not ours need, and where it is: in the trainer's Python, or in a virtual environment of its own.
+
+`jaxagent env install NAME` makes that environment, under $JAXAGENT_ENVS or ~/.cache/jaxagent/envs. Versions are pinned: a world
+that changes under a run changes what its scores mean.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Library:
+    """What a world needs.
+
+    Args:
+        requirements: for pip.
+        modules: that must be importable.
+        pythons: versions that it runs on, the best first.
+        apart: its requirements fight with those of the trainer, so that only an environment of its own will do.
+        programs: that the system must have.
+        memory_mb: of a worker with one world.
+    """
+
+    requirements: tuple[str, ...]
+    modules: tuple[str, ...]
+    pythons: tuple[str, ...] = ("3.12", "3.11", "3.13")
+    apart: bool = False
+    programs: tuple[str, ...] = ()
+    memory_mb: int = 110
+
+
+LIBRARIES = {
+    "textworld": Library(("textworld==1.7.0",), ("textworld",), ("3.12", "3.11")),
+    "reasoning_gym": Library(("reasoning-gym==0.1.25",), ("reasoning_gym",)),
+    "textarena": Library(("textarena==0.7.4",), ("textarena",), memory_mb=60),
+    "gymnasium_text": Library(("gymnasium==1.2.2",), ("gymnasium",), memory_mb=60),
+    "scienceworld": Library(("scienceworld==1.2.3",), ("scienceworld",), programs=("java",), memory_mb=750),
+    "crafter": Library(("crafter==1.8.3",), ("crafter",), memory_mb=60),
+}
+
+
+def folder() -> Path:
+    """Where the environments are."""
+    given = os.environ.get("JAXAGENT_ENVS")
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return Path(given) if given else cache / "jaxagent" / "envs"
+
+
+def library_of(name: str) -> Library:
+    if name not in LIBRARIES:
+        raise ValueError(f"{name!r} is no world that can be installed; there are {', '.join(LIBRARIES)}")
+    return LIBRARIES[name]
+
+
+def python_of(name: str) -> Path:
+    """The interpreter that has the library of a world.
+
+    Raises ValueError, which says what to do, where there is none, or a program is missing that it needs.
+    """
+    library = library_of(name)
+    if missing := [program for program in library.programs if shutil.which(program) is None]:
+        raise ValueError(f"env.name={name}: it needs the program {missing[0]}, which is not in PATH; install it first")
+    home = folder() / name
+    if (home / "installed.json").exists():
+        if json.loads((home / "installed.json").read_text()) == list(library.requirements):
+            return _python_in(home)
+        raise ValueError(f"env.name={name}: {home} holds another version than is wanted; run: jaxagent env install {name}")
+    if not library.apart and all(importlib.util.find_spec(module) for module in library.modules):
+        return Path(sys.executable)
+    raise ValueError(
+        f"env.name={name}: {library.requirements[0]} is not installed; run: jaxagent env install {name} "
+        f"(an environment of its own, {home})"
+    )
+
+
+def install(name: str, python: str = "") -> Path:
+    """Makes the environment of a world anew and installs into it; returns it.
+
+    Args:
+        python: the interpreter to make it with; by default this one, or one in PATH, of a version that the library runs on.
+
+    Raises ValueError where no interpreter fits, the installation fails, or what was installed cannot be imported.
+    """
+    library = library_of(name)
+    chosen = python or _interpreter(name, library)
+    home = folder() / name
+    shutil.rmtree(home, ignore_errors=True)
+    home.parent.mkdir(parents=True, exist_ok=True)
+    _run([chosen, "-m", "venv", str(home)], f"{chosen} cannot make a virtual environment in {home}")
+    inside = str(_python_in(home))
+    pip = [inside, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *library.requirements]
+    _run(pip, f"pip could not install {', '.join(library.requirements)}")
+    imports = "; ".join(f"import {module}" for module in library.modules)
+    _run([inside, "-c", imports], f"{name} was installed in {home}, but cannot be imported")
+    (home / "installed.json").write_text(json.dumps(list(library.requirements)))
+    return home
+
+
+def state_of(name: str) -> str:
+    """Whether a world can be played, in words."""
+    try:
+        python = python_of(name)
+    except ValueError as error:
+        return str(error).removeprefix(f"env.name={name}: ")
+    return "in this Python" if python == Path(sys.executable) else f"in {folder() / name}"
+
+
+def report_install(name: str, python: str) -> int:
+    """The command `jaxagent env install`."""
+    print(f"{name}: {', '.join(library_of(name).requirements)}", flush=True)
+    print(f"{name}: installed in {install(name, python)}")
+    return 0
+
+
+def report_list() -> int:
+    """The command `jaxagent env list`: every world that needs a library, and whether it is there."""
+    for name in LIBRARIES:
+        print(f"{name:16}{state_of(name)}")
+    return 0
+
+
+def most_workers(name: str) -> int:
+    """As many workers as there are cores, and as half of the memory that is free holds."""
+    cores = os.cpu_count() or 1
+    try:
+        lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+        free_mb = int(lines["MemAvailable"].split()[0]) >> 10
+    except (OSError, KeyError):  # no Linux
+        return cores
+    return max(1, min(cores, free_mb // 2 // library_of(name).memory_mb))
+
+
+def _python_in(home: Path) -> Path:
+    return home / "bin" / "python"
+
+
+def _interpreter(name: str, library: Library) -> str:
+    """This interpreter, if its version will do, or the best in PATH."""
+    mine = f"{sys.version_info.major}.{sys.version_info.minor}"
+    if mine in library.pythons:
+        return sys.executable
+    found = (shutil.which(f"python{version}") for version in library.pythons)
+    if chosen := next(filter(None, found), None):
+        return chosen
+    raise ValueError(
+        f"{name} runs on Python {', '.join(library.pythons)}; this is {mine} and none of them is in PATH: "
+        f"install one, or name it: jaxagent env install {name} --python=/path/to/python{library.pythons[0]}"
+    )
+
+
+def _run(command: list[str], fault: str) -> None:
+    """Raises ValueError with the last line that a command wrote, where it fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True)
+    except OSError as error:
+        raise ValueError(f"{fault}: {command[0]}: {error.strerror}") from None
+    if done.returncode:
+        said = [line.strip() for line in f"{done.stdout}\n{done.stderr}".splitlines() if line.strip()]
+        raise ValueError(f"{fault}: {said[-1] if said else f'status {done.returncode}'}")

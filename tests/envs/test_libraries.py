@@ -1,0 +1,234 @@
+"""Adapters of libraries, each played to its reward; a test skips where the library is not installed."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import re
+from collections.abc import Sequence
+
+import pytest
+from libraries import ended, faults, made, played
+from scripted import ScriptedSampler, episode
+
+from jaxagent.agent import Limits
+from jaxagent.chat.plain import PlainTemplate
+from jaxagent.envs import crafter, gymnasium_text, reasoning_gym, scienceworld, textarena, textworld
+from jaxagent.envs.workers import install
+from jaxagent.types import Message, SampleRequest, Sampling, StopReason
+
+__all__ = ["ended"]  # a fixture
+TEMPLATE = PlainTemplate()
+LIMITS, SAMPLING = Limits(max_turns=40, max_tokens=20_000), Sampling(max_tokens=200)
+
+
+@pytest.mark.parametrize(
+    "make", [textworld.make_world, reasoning_gym.make_world, textarena.make_world, gymnasium_text.make_world]
+)
+def test_the_checker_finds_nothing(make: object) -> None:
+    assert faults(made(make)) == {}
+
+
+# ---------------------------------------------------------------------- TextWorld
+
+
+def demonstrated(world: textworld.Shown, index: int) -> list[str]:
+    task = world.task("demo", index)
+    return [message.content for message in world.demonstrate(task, random.Random(0)) if message.role == "assistant"]
+
+
+@pytest.mark.parametrize("kind", ["coins", "quest"])
+def test_a_text_adventure_is_won_by_its_walkthrough_and_pays_once(kind: str) -> None:
+    world = made(textworld.make_world, kind=kind, levels=(3,))
+    way = demonstrated(world, 0)
+    assert len(way) == 3
+    steps = played(world, world.task("demo", 0), ["inventory", *way])
+    assert [step.reward for step in steps] == [0.0] * 4 + [1.0]
+    assert (steps[-1].terminated, steps[-1].reason) == (True, "won")
+    assert "You can: " in steps[0].messages[0].content
+    assert "$$" not in steps[0].messages[0].content  # the library's banner
+
+
+def test_commands_that_end_the_machine_or_write_files_are_no_moves() -> None:
+    world = made(textworld.make_world, levels=(2,))
+    nothing = ["quit", "Restart", "save\ngame", "\x00", "☃", "", "x" * 5000, "undo. quit", "look. quit. yes"]
+    steps = played(world, world.task("train", 0), [*nothing, "look"])
+    assert not any(step.terminated or step.reward for step in steps)
+    assert "-= " in steps[-1].messages[0].content
+
+
+def test_what_no_adventure_can_be_is_refused() -> None:
+    for options, named in (({"kind": "maze"}, "kind"), ({"levels": (0,)}, "levels"), ({"games": 1}, "games")):
+        with pytest.raises(ValueError, match=rf"env\.options\.{named} must be"):
+            textworld.make_world(**options)
+
+
+# ---------------------------------------------------------------------- Reasoning Gym
+
+
+def test_a_question_is_scored_by_the_librarys_scorer_with_tags_and_without() -> None:
+    world = made(reasoning_gym.make_world, tasks=("chain_sum", "word_sorting"))
+    for index in range(4):
+        task = world.task("demo", index)
+        (right,) = (m.content for m in world.demonstrate(task, random.Random(0)) if m.role == "assistant")
+        for answer, reward in ((right, 1.0), (f"<answer>1</answer> no: <answer>{right}</answer>", 1.0), ("soup", 0.0)):
+            _, step = played(world, task, [answer])
+            assert (step.reward, step.terminated, step.answered) == (reward, True, True)
+
+
+def test_splits_of_questions_do_not_meet() -> None:
+    world = made(reasoning_gym.make_world, size=20)
+    asked = {
+        split: {played(world, world.task(split, i), [])[0].messages[0].content for i in range(20)} for split in world.sizes
+    }
+    assert len(set().union(*asked.values())) == sum(map(len, asked.values())) == 80
+
+
+# ---------------------------------------------------------------------- TextArena
+
+
+def test_two_seats_play_in_turn_and_each_gets_its_own_result() -> None:
+    world = made(textarena.make_world)
+    moves = {"player 0": iter(("[0]", "[1]", "[2]")), "player 1": iter(("[4]", "nonsense", "[0]", "[5]"))}
+
+    def write(text: str, request: SampleRequest) -> Sequence[int]:
+        return TEMPLATE.turn(Message("assistant", next(moves[request.trajectory.rpartition("/")[2]])))
+
+    play = episode(world, world.task("train", 0), ScriptedSampler(TEMPLATE, write), limits=LIMITS, sampling=SAMPLING)
+    first, second = asyncio.run(play)
+    assert (first.role, first.reward, first.stop) == ("player 0", 1.0, StopReason.ENV_TERMINATED)
+    assert (second.role, second.reward, [turn.reason for turn in second.turns]) == (
+        "player 1",
+        -1.0,
+        ["", "no legal move", "no legal move", ""],
+    )
+    heard = TEMPLATE.text(second.tokens)
+    assert heard.startswith("<user>You are Player 1 in Tic Tac Toe.")
+    assert "Player 0: [0]" in heard and "Player 1: [4]" not in heard
+
+
+def test_who_makes_too_many_illegal_moves_loses() -> None:
+    world = made(textarena.make_world, errors=2)
+    steps = played(world, world.task("train", 0), ["?", "?", "?"])
+    assert [step.terminated for step in steps] == [False, False, False, True]
+    assert (steps[-1].reward, steps[-1].rewards) == (-1.0, {"player 1": 1.0})
+
+
+def test_a_game_of_one_player_is_won_and_has_one_seat() -> None:
+    world = made(textarena.make_world, game="GuessTheNumber-v0", players=1)
+    steps = played(world, world.task("train", 0), [f"[{number}]" for number in (1, 2)])
+    assert steps[0].agent == "agent"
+
+    def write(text: str, request: SampleRequest) -> Sequence[int]:
+        low, high = 1, 20
+        for guess, way in re.findall(r"\[(\d+)\]<eos><user>The target number is (higher|lower)", text):
+            low, high = (max(low, int(guess) + 1), high) if way == "higher" else (low, min(high, int(guess) - 1))
+        return TEMPLATE.turn(Message("assistant", f"[{(low + high) // 2}]"))
+
+    play = episode(world, world.task("train", 0), ScriptedSampler(TEMPLATE, write), limits=LIMITS, sampling=SAMPLING)
+    (row,) = asyncio.run(play)
+    assert (row.reward, row.stop) == (1.0, StopReason.ENV_TERMINATED)
+
+
+def test_games_of_one_worker_do_not_share_their_luck() -> None:
+    world = made(textarena.make_world, game="Blackjack-v0", players=1)
+
+    async def both() -> list[list[str]]:
+        alone = await game(world, 1, between=False)
+        beside = await game(world, 1, between=True)
+        return [alone, beside]
+
+    async def game(world: textarena.Served, index: int, *, between: bool) -> list[str]:
+        env, other = world.episode("a", None), world.episode("b", None)
+        task = world.task("train", index)
+        seen = [(await env.reset(task, task["seed"])).messages[0].content]
+        for _ in range(3):
+            if between:
+                await other.reset(world.task("train", 2), 2)
+            step = await env.step(Message("assistant", "[Hit]"))
+            seen += [m.content for m in step.messages]
+            if step.terminated:
+                break
+        await env.close()
+        await other.close()
+        return seen
+
+    alone, beside = asyncio.run(both())
+    assert alone == beside
+
+
+# ---------------------------------------------------------------------- Gymnasium
+
+
+def test_a_taxi_is_driven_to_its_reward() -> None:
+    world = made(gymnasium_text.make_world)
+    index, at = next(
+        (i, text)
+        for i in range(200)
+        if "passenger waits at (1, 1)" in (text := played(world, world.task("train", i), [])[0].messages[0].content)
+        and "go to (5, 1)" in text
+        and re.search(r"taxi is at \(\d, 1\)", text)
+    )
+    row = int(re.findall(r"taxi is at \((\d)", at)[0])
+    drive = ["north"] * (row - 1) + ["pick up"] + ["south"] * 4 + ["drop off"]
+    steps = played(world, world.task("train", index), ["Fly", *drive])
+    assert (steps[1].reward, steps[1].terminated, steps[1].reason) == (0.0, False, "no such action")
+    assert [step.reward for step in steps[2:]] == [-1.0] * (len(drive) - 1) + [20.0]
+    assert (steps[-1].terminated, steps[-1].parts) == (True, {"outcome": 1.0, "game": 19.0})
+    assert "passenger is in the taxi" in steps[-2].messages[0].content
+
+
+def test_a_cliff_is_walked_round_and_a_fall_is_paid_for() -> None:
+    world = made(gymnasium_text.make_world, game="CliffWalking-v1")
+    steps = played(world, world.task("train", 0), ["right", "up", *["1"] * 11, "down"])
+    assert (steps[1].reward, steps[1].parts["outcome"]) == (-100.0, 0.0)
+    assert (steps[-1].reward, steps[-1].parts["outcome"], steps[-1].terminated) == (-1.0, 1.0, True)
+
+
+def test_a_world_without_words_is_played_by_number_and_one_without_end_is_refused() -> None:
+    world = made(gymnasium_text.make_world, game="CartPole-v1")
+    steps = played(world, world.task("train", 0), ["1", "7", "0"])
+    assert [step.reward for step in steps] == [0.0, 1.0, 0.0, 1.0]
+    world = made(gymnasium_text.make_world, game="Pendulum-v1")
+    with pytest.raises(Exception, match="its actions are no finite set"):
+        played(world, world.task("train", 0), [])
+
+
+# ---------------------------------------------------------------------- heavy ones
+
+
+def test_an_experiment_is_done_by_its_gold_path_and_a_wrong_focus_ends_it() -> None:
+    world = made(scienceworld.make_world)
+    assert world.kind.slots == 1
+    task = world.task("demo", 0)
+    way = [message.content for message in world.demonstrate(task, random.Random(0)) if message.role == "assistant"]
+    steps = played(world, task, ["fly to the moon", *way])
+    assert sum(step.reward for step in steps) == pytest.approx(1.0)
+    assert (steps[1].terminated, steps[-1].terminated, steps[-1].reason) == (False, True, "done")
+    focus = next(action for action in way if action.startswith("focus on"))
+    wrong = played(world, task, [*way[: way.index(focus)], "focus on door"])
+    assert "wrong" in wrong[-1].reason or not wrong[-1].terminated
+    again = [[m.content for s in played(world, task, way[:5]) for m in s.messages] for _ in range(2)]
+    assert again[0] == again[1]
+
+
+def test_first_achievements_are_rewarded_in_an_open_world_and_two_runs_are_alike() -> None:
+    world = made(crafter.make_world, steps=40)
+    actions = ["fly", *(["place sapling", "sleep"] + ["noop"] * 3), *["do", "move_left", "do", "move_down"] * 10]
+    runs = [played(world, world.task("train", 0), actions) for _ in range(2)]
+    seen = [[(step.messages[0].content, step.reward) for step in steps] for steps in runs]
+    assert seen[0] == seen[1]
+    steps = runs[0]
+    assert (steps[1].reason, steps[1].reward) == ("no such action", 0.0)
+    fresh = [step for step in steps if "achieved" in step.reason]
+    assert fresh and all(step.reward == pytest.approx(1 / 22, abs=0.05) for step in fresh)
+    assert steps[-1].terminated
+
+
+def test_a_world_whose_library_is_missing_is_refused_with_the_command_that_gets_it(
+    tmp_path: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JAXAGENT_ENVS", str(tmp_path))
+    monkeypatch.setattr(install.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="run: jaxagent env install textworld"):
+        textworld.make_world()
