@@ -6,6 +6,7 @@ jaxagent eval     --workdir=DIR [--tasks=N] [--rollouts=K] [--split=test] [--tem
 jaxagent generate --checkpoint=DIR --prompt=TEXT [--temperature=T] [--max-tokens=N]
 jaxagent view     DIR
 jaxagent export   --workdir=DIR --to=DIR [--dtype=float32] [--adapter]
+jaxagent retrieve --corpus=FILE [--port=8000] [--index=DIR]
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ _HOME = {
     "generate": "jaxagent.policy",
     "export": "jaxagent.policy",
     "view": "jaxagent.view",
+    "retrieve": "jaxagent.toolbox.retriever",
 }
 
 
@@ -58,6 +60,14 @@ def parser() -> argparse.ArgumentParser:
     export.add_argument("--to", required=True)
     export.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
     export.add_argument("--adapter", action="store_true", help="the low-rank adapters alone, in PEFT's layout")
+    retrieve = commands.add_parser("retrieve", help="serves search in a corpus, as Search-R1's retriever does")
+    retrieve.add_argument("--corpus", required=True, help="JSONL: title and text, or contents; and id")
+    retrieve.add_argument("--port", type=count, default=8000)
+    retrieve.add_argument("--host", default="127.0.0.1", help="whoever reaches it can search: it asks for no token")
+    retrieve.add_argument(
+        "--index", default="", help="folder of an index on disk, for large corpora (pip install 'jaxagent[search]')"
+    )
+    retrieve.add_argument("--top", type=count, default=3, help="documents, where a request does not say how many")
     return whole
 
 
