@@ -64,9 +64,7 @@ def parser() -> argparse.ArgumentParser:
     retrieve.add_argument("--corpus", required=True, help="JSONL: title and text, or contents; and id")
     retrieve.add_argument("--port", type=count, default=8000)
     retrieve.add_argument("--host", default="127.0.0.1", help="whoever reaches it can search: it asks for no token")
-    retrieve.add_argument(
-        "--index", default="", help="folder of an index on disk, for large corpora (pip install 'jaxagent[search]')"
-    )
+    retrieve.add_argument("--index", default="", help="folder of an index on disk, for large corpora; needs jaxagent[search]")
     retrieve.add_argument("--top", type=count, default=3, help="documents, where a request does not say how many")
     return whole
 

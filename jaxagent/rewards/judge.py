@@ -13,6 +13,7 @@ import json
 import os
 import re
 from collections import OrderedDict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -124,6 +125,13 @@ class Judge:
                 file.write(json.dumps({"key": key, "yes": verdict}) + "\n")
         return verdict
 
+    async def each(self, prompts: Sequence[str]) -> list[bool]:
+        """The verdicts on several questions, asked at once."""
+        found = await asyncio.gather(*(self.yes(prompt) for prompt in prompts), return_exceptions=True)
+        if faults := [fault for fault in found if isinstance(fault, BaseException)]:
+            raise faults[0]
+        return [verdict is True for verdict in found]
+
     async def _tried(self, prompt: str) -> bool:
         fault = ""
         for attempt in range(self._attempts):
@@ -183,7 +191,7 @@ def judge(**options: Any) -> Scorer:
         mark = _mark(question, right, answer)
         orders = ((answer, right), (right, answer))
         prompts = [_SAME.format(question=question, mark=mark, first=first, second=second) for first, second in orders]
-        verdicts = await asyncio.gather(*(asking.yes(prompt) for prompt in prompts))
+        verdicts = await asking.each(prompts)
         said = " and ".join("the same" if verdict else "not the same" for verdict in verdicts)
         return float(all(verdicts)), f"judged {said} as {right!r}, in either order"
 
@@ -206,7 +214,7 @@ def rubric(**options: Any) -> Scorer:
             return 0.0, "no answer"
         mark = _mark(question, answer)
         prompts = [_RUBRIC.format(question=question, criterion=text, answer=answer, mark=mark) for text, _ in criteria]
-        verdicts = await asyncio.gather(*(asking.yes(prompt) for prompt in prompts))
+        verdicts = await asking.each(prompts)
         met = sum(weight for verdict, (_, weight) in zip(verdicts, criteria, strict=True) if verdict)
         most = sum(weight for _, weight in criteria if weight > 0)
         which = ", ".join(str(number) for number, verdict in enumerate(verdicts, 1) if verdict)

@@ -7,6 +7,7 @@ killed at the deadline. Only LaTeX is parsed, by a grammar: the other readers of
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import importlib
 import importlib.util
@@ -28,6 +29,9 @@ _START_S = 60.0
 _MEMORY_BYTES = 2 << 30
 _NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?(?:/[1-9]\d*)?|[-+]?\.\d+")
 _FRACTION = re.compile(r"([-+]?)\\[dt]?frac\{(\d+)\}\{(\d+)\}")
+# 200+200 is worth 400, and no answer to what 200+200 is
+_UNWORKED = re.compile(r"[+*^]|\\times|\\cdot|\\div|\\sum|\\prod|\d\s*-\s*\d|!")
+_SCIENTIFIC = re.compile(r"\d(?:\.\d+)?\s*\\(?:times|cdot)\s*10\^(?:\{-?\d+\}|\d)")
 
 
 def boxed(text: str) -> str | None:
@@ -54,6 +58,11 @@ def number_of(text: str) -> Fraction | None:
     return Fraction(bare) if _NUMBER.fullmatch(bare) else None
 
 
+def bare(text: str) -> str:
+    """A text without spaces and the signs around formulas."""
+    return re.sub(r"\\[,;! ]|[\s$]", "", text)
+
+
 class Verifier:
     """The process that compares, one question at a time. After a question that it does not survive there is a new one."""
 
@@ -61,6 +70,7 @@ class Verifier:
         self.timeout_s = timeout_s
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
+        atexit.register(self.close)  # worlds are not closed
 
     def equal(self, answer: str, right: str) -> bool | None:
         """Whether the two LaTeX texts are equal; None where that could not be decided in time, or in the memory there is."""
@@ -125,6 +135,8 @@ class Verifier:
 def math_match(timeout_s: float = 5.0) -> Scorer:
     r"""The scorer `math_match`: 1 if the answer in the last `\boxed{...}`, or else the whole turn, is worth the right one.
 
+    Equal is not enough: what the question says, and where a number is wanted how to compute it, is no answer.
+
     Raises ValueError where the package is missing.
     """
     if importlib.util.find_spec("math_verify") is None:
@@ -142,8 +154,12 @@ def math_match(timeout_s: float = 5.0) -> Scorer:
         numbers = number_of(answer), number_of(wanted)
         if None not in numbers:
             return (1.0, "right number") if numbers[0] == numbers[1] else (0.0, why)
-        if answer.strip() == wanted.strip():
+        if bare(answer) == bare(wanted):
             return 1.0, "right answer"
+        if bare(answer) in bare(str(case.task.get("question", ""))):
+            return 0.0, f"repeats the question: {why}"
+        if numbers[1] is not None and _UNWORKED.search(_SCIENTIFIC.sub("1", answer)):
+            return 0.0, f"a number was wanted, not how to compute it: {why}"
         equal = await asyncio.to_thread(verifier.equal, answer, wanted)
         if equal is None:
             return 0.0, f"not decided within {timeout_s:g} s: {why}"

@@ -61,8 +61,9 @@ class Toolbox:
     """
 
     def __init__(self, chosen: Sequence[str] | Mapping[str, Mapping[str, Any]]):
-        plain = (chosen,) if isinstance(chosen, str) else chosen
-        given: dict[str, Mapping[str, Any]] = dict(chosen) if isinstance(chosen, Mapping) else {name: {} for name in plain}
+        names = (chosen,) if isinstance(chosen, str) else chosen
+        # A config section has items and is no Mapping.
+        given = dict(chosen.items()) if hasattr(chosen, "items") else {name: {} for name in names}
         self.kits = [_made(name, dict(options)) for name, options in given.items()]
         nowhere = Workplace("", None)
         self.specs = tuple(one.spec for kit in self.kits for one in kit.tools(nowhere, {}))

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ml_collections import ConfigDict
 from scripted import ScriptedSampler, episode, script
 
 from jaxagent.agent import Limits
@@ -16,7 +17,7 @@ from jaxagent.chat.plain import PlainTemplate
 from jaxagent.config import load
 from jaxagent.envs.env import ENDLESS, find, size_of
 from jaxagent.envs.questions import Questions
-from jaxagent.parts import build
+from jaxagent.parts import build, faults
 from jaxagent.types import Message, SampleRequest, Sampling, StopReason, ToolCall, Trajectory
 from sandbox_client import EmbeddedServer, SandboxClient, SandboxStartError
 
@@ -124,6 +125,16 @@ def test_a_given_sandbox_that_runs_no_programs_is_refused(sums: str, tmp_path: P
 def test_an_unknown_reward_is_told(sums: str) -> None:
     with pytest.raises(ValueError, match=r"reward must be made of exact_match, f1_match, .*; got 'luck'"):
         Questions(sums, reward="luck")
+
+
+def test_kits_are_chosen_with_their_options_in_a_config(sums: str) -> None:
+    config, _ = load(f"{CONFIG}:{sums}", ['env.options.toolbox=["calculator","python"]'])
+    assert [spec.name for spec in Questions(**config.env.options).tools] == ["calculate", "python"]
+    with config.unlocked():
+        del config.env.options.toolbox
+        config.env.options.toolbox = ConfigDict({"calculator": {}, "memory": {"notes": 3}})
+    assert [spec.name for spec in Questions(**config.env.options).tools][:2] == ["calculate", "remember"]
+    assert not faults(config)
 
 
 def test_names_live_between_programs_and_the_answer_is_rewarded(server: EmbeddedServer, sums: str) -> None:

@@ -24,11 +24,15 @@ def serving(app: web.Application) -> Iterator[str]:
         await site.start()
         return runner, runner.addresses[0][1]
 
+    async def stop(runner: web.AppRunner) -> None:
+        await runner.cleanup()
+        await asyncio.sleep(0.02)  # connections are closed by the loop's next rounds
+
     runner, port = asyncio.run_coroutine_threadsafe(start(), loop).result()
     try:
         yield f"http://127.0.0.1:{port}"
     finally:
-        asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result()
+        asyncio.run_coroutine_threadsafe(stop(runner), loop).result()
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
         loop.close()
