@@ -60,28 +60,29 @@ class Bm25:
         if len(self._by_id) != len(self.documents):
             twice = next(id for id, count in Counter(d.id for d in self.documents).items() if count > 1)
             raise ValueError(f"ids of documents must differ; {twice!r} comes more than once")
-        postings: dict[str, list[tuple[int, int]]] = {}
-        lengths = np.zeros(len(self.documents))
+        self._words: dict[str, int] = {}
+        entries: list[tuple[int, int, int]] = []  # word, place of the document, count
         for place, document in enumerate(self.documents):
             counts = Counter(words(f"{document.title} {document.text}"))
-            lengths[place] = counts.total()
-            for word, count in counts.items():
-                postings.setdefault(word, []).append((place, count))
+            entries += [(self._words.setdefault(word, len(self._words)), place, count) for word, count in counts.items()]
         n = len(self.documents)
+        word, places, count = np.array(entries, np.int64).reshape(-1, 3).T
+        lengths = np.bincount(places, count, n)
         norm = K1 * (1 - B + B * lengths / max(1.0, lengths.mean() if n else 1.0))
-        self._postings: dict[str, tuple[np.ndarray, np.ndarray]] = {}
-        for word, found in postings.items():
-            places = np.array([place for place, _ in found], np.int32)
-            counts_ = np.array([count for _, count in found], np.float64)
-            idf = np.log(1 + (n - len(found) + 0.5) / (len(found) + 0.5))
-            self._postings[word] = places, idf * counts_ / (counts_ + norm[places])
+        having = np.bincount(word, minlength=len(self._words))
+        idf = np.log(1 + (n - having + 0.5) / (having + 0.5))
+        order = np.argsort(word, kind="stable")
+        self._places = places[order].astype(np.int32)
+        self._scores = (idf[word] * count / (count + norm[places]))[order]
+        self._starts = np.concatenate([[0], np.cumsum(having)])  # of each word's postings
 
     def search(self, query: str, top: int) -> list[tuple[Document, float]]:
-        found = [self._postings[word] for word in words(query) if word in self._postings]
-        if not found or top < 1:
+        known = [self._words[word] for word in words(query) if word in self._words]
+        if not known or top < 1:
             return []
-        places = np.concatenate([places for places, _ in found])
-        scores = np.bincount(places, np.concatenate([scores for _, scores in found]), len(self.documents))
+        parts = [slice(self._starts[word], self._starts[word + 1]) for word in known]
+        places = np.concatenate([self._places[part] for part in parts])
+        scores = np.bincount(places, np.concatenate([self._scores[part] for part in parts]), len(self.documents))
         candidates = np.unique(places)
         if len(candidates) > top:  # all that are as good as the last one wanted, then the order of the corpus
             line = np.partition(scores[candidates], -top)[-top]
