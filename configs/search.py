@@ -14,7 +14,7 @@ def get_config(arg: str = "") -> ConfigDict:
     c = base()
     c.env.name = "search"
     if arg == "words":
-        c.env.options = ConfigDict({"style": "words", "hops": (1, 2, 3)})
+        c.env.options = ConfigDict({"style": "words"})
         c.agent.max_turns = 10
         c.agent.max_tokens = c.engine.slot_tokens = c.learner.row_tokens = 4096
         c.sampling.max_tokens = 512
@@ -23,7 +23,7 @@ def get_config(arg: str = "") -> ConfigDict:
         c.algo.name = "dapo"
         return c
 
-    c.env.options = ConfigDict({"style": "bytes", "hops": (1, 2), "names": 8, "top": 1})
+    c.env.options = ConfigDict({"style": "bytes"})
     c.model.tied_head = False
     c.model.rope_theta = 100.0  # rows are 80 tokens long
 

@@ -47,6 +47,10 @@ class Style:
     syllables: int
     relations: tuple[str, ...]
     tools: tuple[str, str]
+    hops: tuple[int, ...]
+    names: int
+    most_names: int
+    top: int
 
     def name(self, rng: random.Random) -> str:
         drawn = "".join(rng.choice(_CONSONANTS) + rng.choice(_VOWELS) for _ in range(self.syllables))
@@ -69,8 +73,8 @@ class Style:
 
 
 STYLES = {
-    "words": Style(3, _RELATIONS, ("search", "open")),
-    "bytes": Style(1, ("A", "B"), ("S", "O")),
+    "words": Style(3, _RELATIONS, ("search", "open"), hops=(1, 2, 3), names=40, most_names=100, top=3),
+    "bytes": Style(1, ("A", "B"), ("S", "O"), hops=(1, 2), names=8, most_names=10, top=1),
 }
 
 
@@ -115,9 +119,9 @@ class Search:
 
     Args:
         style: words or bytes.
-        hops: how many relations a question may follow.
-        names: of a task's world, at most 100.
-        top: results of a search.
+        hops: how many relations a question may follow; empty for 1, 2 and in words 3.
+        names: of a task's world; 0 for 40, or in bytes 8.
+        top: results of a search; 0 for 3, or in bytes 1.
         demo_right_relation: how often the demonstrator follows the right relation, and
         demo_last_name: how often it searches for the name that it read last: the rest is drawn.
         tool_timeout_s: of a call.
@@ -128,20 +132,21 @@ class Search:
     def __init__(
         self,
         style: str = "words",
-        hops: tuple[int, ...] = (1, 2, 3),
-        names: int = 40,
-        top: int = 3,
+        hops: tuple[int, ...] = (),
+        names: int = 0,
+        top: int = 0,
         demo_right_relation: float = 0.8,
         demo_last_name: float = 0.8,
         tool_timeout_s: float = 10.0,
     ):
         if style not in STYLES:
             raise ValueError(f"env.options.style must be one of {', '.join(STYLES)}; got {style!r}")
-        if not 2 <= names <= (10 if style == "bytes" else 100):
-            raise ValueError(f"env.options.names must be 2 to {10 if style == 'bytes' else 100}, got {names}")
-        if not hops or min(hops) < 1:
-            raise ValueError(f"env.options.hops must be at least 1, got {tuple(hops)}")
-        self.style, self.hops, self.names, self.top = STYLES[style], tuple(hops), names, top
+        self.style = found = STYLES[style]
+        self.hops, self.names, self.top = tuple(hops) or found.hops, names or found.names, top or found.top
+        if not 2 <= self.names <= found.most_names:
+            raise ValueError(f"env.options.names must be 2 to {found.most_names}, got {names}")
+        if min(self.hops) < 1:
+            raise ValueError(f"env.options.hops must be at least 1, got {self.hops}")
         self.demo_right_relation, self.demo_last_name = demo_right_relation, demo_last_name
         self.tool_timeout_s = tool_timeout_s
         seek, read = self.style.tools

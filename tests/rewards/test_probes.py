@@ -23,6 +23,7 @@ from jaxagent.chat.plain import CALL, END_CALL, EOS, RESULT, TURN, PlainTemplate
 from jaxagent.envs.chain import Chain
 from jaxagent.envs.env import World
 from jaxagent.envs.maze import DOORS, Maze
+from jaxagent.envs.mixture import Mixture
 from jaxagent.envs.questions import Questions
 from jaxagent.envs.search import Search
 from jaxagent.rewards.calls import tool_correctness, tool_format
@@ -36,7 +37,8 @@ COMPOSED = ("min(exact_match, f1_match)", "product(exact_match, tagged_match)", 
 MISSING = () if find_spec("math_verify") else ("math_match",)
 # `tool_calls` ends with the first turn and has probes of its own below.
 QUESTIONS = tuple(f"questions/{name}" for name in (*SCORERS, *COMPOSED) if name not in ("tool_calls", *MISSING))
-WORLDS = ("chain", "maze", "search", *QUESTIONS)
+WORLDS = ("chain", "maze", "search", "mixture", *QUESTIONS)
+CITED = ("search", "mixture")  # of which the mixture is one of searches
 TERMS = {"overlong": 0.2, "failed_calls": 0.2, "efficiency": 0.2, "otc": 0.2}
 SHAPINGS = {
     "none": Shaping(),
@@ -82,14 +84,14 @@ def use(world: str, read: str) -> Message:
         return call("A", key=re.findall(r"<user>(\d\d)", read)[0])
     if world == "maze":  # that way nobody arrives
         return call(DOORS[re.findall(r"[a-z]([o!-]{3})", read)[-1].index("!")])
-    if world == "search":
+    if world in CITED:
         found = re.findall(r"<result>(\d+)<turn>", read)
         return call("O", id=found[-1]) if found else call("S", query=re.findall(r"<user>(..)", read)[0])
     return call("python", code="1+1")
 
 
 def wrong(world: str) -> str:
-    return "xx[1:Axx]" if world == "search" else WRONG.get(world.partition("/")[2], "xx")
+    return "xx[1:Axx]" if world in CITED else WRONG.get(world.partition("/")[2], "xx")
 
 
 def honest(world: str) -> Script:
@@ -107,7 +109,7 @@ def echo(world: str) -> Script:
 
 def failing_tools(world: str) -> Script:
     """Calls that cannot work, and an answer that says so."""
-    calls = {"chain": call("A", key="zz"), "maze": [CALL, *b"Z", END_CALL], "search": call("O", id="nothing")}
+    calls = {"chain": call("A", key="zz"), "maze": [CALL, *b"Z", END_CALL], **dict.fromkeys(CITED, call("O", id="nothing"))}
     broken = calls.get(world, call("python", code="1/0"))
     return lambda number, read: say("all tools fail") if number == 3 else broken
 
@@ -174,8 +176,9 @@ def play(
     def world_of(name: str) -> World:
         if name == "chain":
             return Chain(hops=(1,), flaky=0.0)
-        if name == "search":
-            return Search("bytes", hops=(2,), names=8, top=1)
+        if name in CITED:
+            options = {"style": "bytes", "hops": (2,), "names": 8, "top": 1}
+            return Mixture({"s": {"name": "search", "options": options}}) if name == "mixture" else Search(**options)
         return Maze(rooms=6, distance=(2, 3)) if name == "maze" else questions(name.partition("/")[2])
 
     def questions(reward: str) -> Questions:
