@@ -8,6 +8,7 @@ jaxagent plan     --config=FILE[:ARG] [--topology=v5e:16x16] [--json] [--config.
 jaxagent view     DIR
 jaxagent export   --workdir=DIR --to=DIR [--dtype=float32] [--adapter]
 jaxagent env      list | install NAME [--python=PATH] | check NAME | check --config=FILE[:ARG] [--config.KEY=VALUE ...]
+jaxagent retrieve --corpus=FILE [--port=8000] [--index=DIR]
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ _HOME = {
     "env list": "jaxagent.envs.workers.install",
     "env install": "jaxagent.envs.workers.install",
     "env check": "jaxagent.envs.check",
+    "retrieve": "jaxagent.toolbox.retriever",
 }
 
 
@@ -79,6 +81,12 @@ def parser() -> argparse.ArgumentParser:
     export.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
     export.add_argument("--adapter", action="store_true", help="the low-rank adapters alone, in PEFT's layout")
     _add_env(commands.add_parser("env", help="worlds: which there are, what they need, whether they keep the contract"))
+    retrieve = commands.add_parser("retrieve", help="serves search in a corpus, as Search-R1's retriever does")
+    retrieve.add_argument("--corpus", required=True, help="JSONL: title and text, or contents; and id")
+    retrieve.add_argument("--port", type=count, default=8000)
+    retrieve.add_argument("--host", default="127.0.0.1", help="whoever reaches it can search: it asks for no token")
+    retrieve.add_argument("--index", default="", help="folder of an index on disk, for large corpora; needs jaxagent[search]")
+    retrieve.add_argument("--top", type=count, default=3, help="documents, where a request does not say how many")
     return whole
 
 

@@ -127,7 +127,7 @@ class Sandbox:
 
     def __init__(self, config: ConfigDict, world: envs.World, log: Path | None):
         """Raises ValueError for given servers that are not there or not fit, SandboxStartError for the embedded one."""
-        functions = (world.functions,) if world.functions else ()
+        functions = tuple(filter(None, world.functions.split(",")))
         runs_code = getattr(world, "runs_code", False)
         self._timeout_s = config.timeout_s
         self.silent: tuple[str, ...] = ()  # of several given servers, those that did not answer at the start

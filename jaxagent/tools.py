@@ -1,7 +1,7 @@
 """Tools: a typed Python function, or code in the sandbox, as something a policy may call. Every call has a deadline.
 
 A fault of the policy (unknown tool, bad arguments, an exception of the tool, a timeout) becomes a result that it can read.
-A fault of the infrastructure is raised, and never becomes a result or a reward.
+A fault of the infrastructure is raised, and never becomes a result or a reward. Collections of tools stand in `toolbox/`.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
+import itertools
 import json
 import threading
 import time
@@ -21,6 +22,7 @@ from typing import Any
 from jaxagent.types import ToolCall, ToolRecord, ToolSpec
 from sandbox_client import InfrastructureError, RequestRefused
 
+PURE_ATTEMPTS = 2  # of a call that changes nothing, where the infrastructure failed
 _JSON_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object"}
 _CHECKS: dict[str, Callable[[Any], bool]] = {
     "string": lambda v: isinstance(v, str),
@@ -38,14 +40,18 @@ class ToolFailed(Exception):
 
 @dataclass(frozen=True)
 class Tool:
-    """What the policy is told, and what runs: `run(**arguments)` gives the text of the result."""
+    """What the policy is told, and what runs: `run(**arguments)` gives the text of the result.
+
+    A `pure` tool changes nothing: its calls of one turn run at once, and one that the infrastructure broke is tried again.
+    """
 
     spec: ToolSpec
     run: Callable[..., Awaitable[str]]
     timeout_s: float = 10.0
+    pure: bool = False
 
 
-def tool(function: Callable[..., Any], timeout_s: float = 10.0) -> Tool:
+def tool(function: Callable[..., Any], timeout_s: float = 10.0, pure: bool = False) -> Tool:
     """A tool from a typed function: name, first docstring line and JSON schema are read from it.
 
     The function is the user's own trusted code and runs in the trainer's process; only its arguments come from the policy.
@@ -72,7 +78,7 @@ def tool(function: Callable[..., Any], timeout_s: float = 10.0) -> Tool:
             value = await _in_thread(functools.partial(function, **arguments))
         return value if isinstance(value, str) else json.dumps(value)
 
-    return Tool(ToolSpec(function.__name__, summary, schema), run, timeout_s)
+    return Tool(ToolSpec(function.__name__, summary, schema), run, timeout_s, pure)
 
 
 def _in_thread(work: Callable[[], Any]) -> asyncio.Future[Any]:
@@ -104,8 +110,34 @@ def fault_of(spec: ToolSpec, arguments: dict[str, Any]) -> str:
     return "; ".join(faults)
 
 
-async def dispatch(tools: Sequence[Tool], call: ToolCall) -> ToolRecord:
-    """Runs a call under its tool's deadline. Raises only InfrastructureError, and RequestRefused for a wrong set-up."""
+async def dispatch_all(tools: Sequence[Tool], calls: Sequence[ToolCall], max_chars: int = 0) -> list[ToolRecord]:
+    """Runs the calls of one turn; returns their records in the turn's order.
+
+    Neighbouring calls of pure tools run at once; any other waits for those before it and holds up those after it.
+    """
+    pure = {tool.spec.name for tool in tools if tool.pure}
+    records: list[ToolRecord] = []
+    for at_once, several in itertools.groupby(calls, lambda call: call.name in pure):
+        if at_once:
+            done = await asyncio.gather(*(dispatch(tools, call, max_chars) for call in several), return_exceptions=True)
+            records += [_given(result) for result in done]
+        else:
+            for call in several:
+                records.append(await dispatch(tools, call, max_chars))
+    return records
+
+
+def _given(result: ToolRecord | BaseException) -> ToolRecord:
+    if isinstance(result, BaseException):
+        raise result
+    return result
+
+
+async def dispatch(tools: Sequence[Tool], call: ToolCall, max_chars: int = 0) -> ToolRecord:
+    """Runs a call under its tool's deadline. Raises only InfrastructureError, and RequestRefused for a wrong set-up.
+
+    Args: max_chars: of the result, see `shortened`; 0 leaves it whole.
+    """
     record = ToolRecord(call.name, call.arguments, "ok", "")
     found = next((tool for tool in tools if tool.spec.name == call.name), None)
     fault = fault_of(found.spec, call.arguments) if found else ""
@@ -119,6 +151,7 @@ async def dispatch(tools: Sequence[Tool], call: ToolCall) -> ToolRecord:
         await _run(found, record)
     record.latency_s = time.monotonic() - began
     record.result = record.result.encode(errors="replace").decode()  # half a surrogate pair is no text
+    record.result = shortened(record.result, max_chars) if max_chars else record.result
     record.size_bytes = len(record.result.encode())
     return record
 
@@ -127,7 +160,7 @@ async def _run(found: Tool, record: ToolRecord) -> None:
     deadline = asyncio.timeout(found.timeout_s)
     try:
         async with deadline:
-            record.result = await found.run(**record.arguments)
+            record.result = await _tried(found, record.arguments)
     except InfrastructureError:
         raise
     except ToolFailed as error:
@@ -139,3 +172,25 @@ async def _run(found: Tool, record: ToolRecord) -> None:
             record.outcome, record.result = "timeout", f"error: no result within {found.timeout_s:g} s"
         else:
             record.outcome, record.result = "error", f"error: {type(error).__name__}: {error}"
+
+
+async def _tried(found: Tool, arguments: dict[str, Any]) -> str:
+    for left in reversed(range(PURE_ATTEMPTS if found.pure else 1)):
+        try:
+            return await found.run(**arguments)
+        except InfrastructureError:
+            if not left:
+                raise
+    raise AssertionError("the last attempt returns or raises")
+
+
+def shortened(text: str, max_chars: int) -> str:
+    """The text, or its head and tail and how much is missing between them: an error stands at the end, a heading at the start.
+
+    The note comes on top of `max_chars`.
+    """
+    if len(text) <= max_chars:
+        return text
+    tail = max_chars // 2
+    dropped = len(text) - max_chars
+    return f"{text[: max_chars - tail]}\n[{dropped} more characters]\n{text[len(text) - tail :]}"

@@ -76,7 +76,7 @@ class World(Protocol):
 
     @property
     def functions(self) -> str:
-        """The module whose `session_functions` the sandbox server must hold, or nothing."""
+        """The module whose `session_functions` the sandbox server must hold, several with commas, or nothing."""
         ...
 
     def task(self, split: str, index: int) -> Task:

@@ -1,85 +1,84 @@
-"""`questions`: a file of questions with known answers, and Python in the sandbox to work them out.
+"""`questions`: a file of tasks with known answers, and a box of tools to work them out.
 
-One JSON object per line, `{"question": ..., "answer": ...}` and optionally `"difficulty"`. The policy may run programs, whose
-names and values live as long as its episode; a turn without a call is its answer.
+JSONL, Parquet or a data set on disk, one record per task: `question`, `answer` (or a list of them), and optionally
+
+    id          keeps the task in its split, whatever else changes; by default the question does
+    difficulty  a word for tables
+    files       path -> text, in the sandbox's work directory before the first call
+    database    SQL that makes the task's own database, for the kit `sql`
+    context     what is shown first, for the kit `memory`: see below
+    tests, calls, rubric    what the scorers of rewards/scorers.py want
+
+A turn without a call is the answer. With the kit `memory`, a task that has a `context` is played in two phases: the writer
+reads the context and takes notes until it makes a turn without a call; then the reader is asked the question in a dialogue of
+its own, where nothing of the first is left but the notes. Both earn what the answer is worth.
 """
 
 from __future__ import annotations
 
 import hashlib
-import math
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxagent.data.tasks import read_jsonl
+from jaxagent.data.records import read_records
 from jaxagent.envs.env import Env, Step, Task
-from jaxagent.rewards.match import calibrated_match, exact_match, last_number, tagged_match
-from jaxagent.tools import Tool, ToolFailed, dispatch
-from jaxagent.types import Message, ToolSpec
-from sandbox_client import Outcome
+from jaxagent.rewards.compose import Case, Score, names_of
+from jaxagent.rewards.scorers import fault_of_task, scorer_of
+from jaxagent.toolbox.box import Toolbox
+from jaxagent.toolbox.kit import Workplace
+from jaxagent.tools import dispatch_all
+from jaxagent.types import Message
 
-REWARDS: dict[str, Callable[[str, str], tuple[Any, str]]] = {
-    "exact_match": exact_match,
-    "last_number": last_number,
-    "tagged_match": tagged_match,
-    "calibrated_match": calibrated_match,
-}
-PYTHON = ToolSpec(
-    "python",
-    "Runs Python and returns what it prints and the value of its last expression. Names stay defined between calls.",
-    {"type": "object", "properties": {"code": {"type": "string"}}, "required": ["code"]},
-)
-_GRACE_S = 30.0  # for the sandbox to answer after a program's own deadline
-_RESULT_CHARS = 2000  # of a program's output that the policy reads
+WRITER, READER = "writer", "agent"
+NOTE_IT = "Take notes: a question will be asked when this text is gone. Say done when you are."
 
 
 class Questions:
     """The world.
 
     Args:
-        path: task file to train on.
-        test_path: task file to test on; without one, two tenths of `path` are held out, one to validate and one to test.
-        python: whether the policy has the Python tool.
-        reward: `exact_match`, `last_number`, `tagged_match` or `calibrated_match`, see rewards/match.py.
+        path: tasks to train on.
+        test_path: tasks to test on; without one, two tenths of `path` are held out, one to validate and one to test.
+        toolbox: kits of toolbox/box.py, by name or with their options.
+        reward: a scorer of rewards/scorers.py, or several: min(a, b), product(a, b), sum(0.8*a, 0.2*b).
         check: another of these that is reported beside the outcome and never trained on; empty for none.
+        reward_options: of the scorers, by name.
         system: the system message; empty for none.
-        tool_timeout_s: of one program.
+        observation_chars: of a tool's result that the policy reads: head and tail.
     """
-
-    functions = ""
 
     def __init__(
         self,
         path: str,
         test_path: str = "",
-        python: bool = True,
+        toolbox: Sequence[str] | Mapping[str, Mapping[str, Any]] = ("python",),
         reward: str = "exact_match",
-        system: str = "",
-        tool_timeout_s: float = 10.0,
         check: str = "",
+        reward_options: Mapping[str, Mapping[str, Any]] | None = None,
+        system: str = "",
+        observation_chars: int = 2000,
     ):
-        for name, chosen in (("reward", reward), ("check", check)):
-            if chosen not in REWARDS and (chosen or name == "reward"):
-                raise ValueError(f"env.options.{name} must be one of {', '.join(REWARDS)}; got {chosen!r}")
+        self.score = _scorer("reward", reward, reward_options)
+        self.check = _scorer("check", check, reward_options) if check else None
         if check == reward:
             raise ValueError(f"env.options.check={check}: the scorer that is trained on cannot check itself; choose another")
-        self.reward, self.system, self.tool_timeout_s = REWARDS[reward], system, tool_timeout_s
-        self.check, self.check_name = REWARDS.get(check), check
-        self.runs_code = python
-        self.tools = (PYTHON,) if python else ()
+        if observation_chars < 1:
+            raise ValueError(f"env.options.observation_chars must be at least 1, got {observation_chars}")
+        self.check_name, self.system, self.observation_chars = check, system, observation_chars
+        self.toolbox = Toolbox(toolbox)
+        self.calls_only = reward == "tool_calls"
+        programs = "code_tests" in (*names_of(reward)[1], *names_of(check)[1])
+        self.tools, self.functions = self.toolbox.specs, self.toolbox.functions
+        self.runs_code = self.toolbox.runs_code or programs
         splits = ("train", "valid") if test_path else ("train", "valid", "test")
         self.tasks: dict[str, list[dict[str, Any]]] = {split: [] for split in splits}
-        for record in _read(path):
-            self.tasks[_split(record["question"], list(self.tasks))].append(record)
+        expressions = {"reward": reward, "check": check} if check else {"reward": reward}
+        for record in _read(path, expressions):
+            self.tasks[_split(str(record.get("id", record["question"])), list(self.tasks))].append(record)
         if test_path:
-            self.tasks["test"] = _read(test_path)
+            self.tasks["test"] = _read(test_path, expressions)
         if empty := [split for split, records in self.tasks.items() if not records]:
             raise ValueError(f"{path}: too few tasks, none is left for {' and '.join(empty)}; some dozens are wanted")
-        if "last_number" in (reward, check) and (
-            words := [r["answer"] for t in self.tasks.values() for r in t if not _number(r["answer"])]
-        ):
-            key = "reward" if reward == "last_number" else "check"
-            raise ValueError(f"{path}: env.options.{key}=last_number needs numbers as answers, got {words[0]!r}")
         self.sizes = {split: len(records) for split, records in self.tasks.items()}
 
     def task(self, split: str, index: int) -> Task:
@@ -91,72 +90,88 @@ class Questions:
         return QuestionEpisode(self, name, sandbox)
 
 
-def _read(path: str) -> list[dict[str, Any]]:
-    records = read_jsonl(path, ("question", "answer"))
-    return [{**record, "question": str(record["question"]), "answer": str(record["answer"])} for record in records]
-
-
-def _number(answer: str) -> bool:
+def _scorer(key: str, expression: str, options: Mapping[str, Mapping[str, Any]] | None) -> Any:
     try:
-        return math.isfinite(float(answer.replace(",", "")))
-    except ValueError:
-        return False
+        return scorer_of(expression, options or {})
+    except ValueError as error:
+        raise ValueError(f"env.options.{key} {error}") from None
 
 
-def _split(question: str, splits: list[str]) -> str:
-    """By the question alone: a file may grow without a task changing sides. A tenth for each split after the first."""
-    drawn = hashlib.blake2b(question.encode(), digest_size=2).digest()[0] % 10
+def _read(path: str, expressions: Mapping[str, str]) -> list[dict[str, Any]]:
+    records = []
+    for where, record in read_records(path, ("question", "answer")):
+        right = record["answer"]
+        answer = [str(one) for one in right] if isinstance(right, list) else str(right)
+        if not answer and isinstance(right, list):
+            raise ValueError(f"{path}, {where}: the list of answers is empty")
+        task = {**record, "question": str(record["question"]), "answer": answer}
+        for key, expression in expressions.items():
+            if fault := fault_of_task(expression, task):
+                raise ValueError(f"{path}, {where}: env.options.{key}={expression}: {fault}")
+        records.append(task)
+    return records
+
+
+def _split(identity: str, splits: list[str]) -> str:
+    """By the id alone: a file may grow without a task changing sides. A tenth for each split after the first."""
+    drawn = hashlib.blake2b(identity.encode(), digest_size=2).digest()[0] % 10
     return splits[drawn + 1] if drawn + 1 < len(splits) else splits[0]
 
 
 class QuestionEpisode:
-    """One episode, with a sandbox session once a program is run."""
+    """One episode, with a sandbox session once a tool needs it."""
 
     def __init__(self, world: Questions, name: str, sandbox: Any):
         self.world, self.name, self.sandbox = world, name, sandbox
-        self.session: Any = None
-        self.tools = [Tool(spec, self._python, world.tool_timeout_s + _GRACE_S) for spec in world.tools]
+        self.place: Workplace | None = None
+        self.scored = 0
 
     async def reset(self, task: Task, seed: int) -> Step:
-        self.right = task["answer"]
-        system = [Message("system", self.world.system)] if self.world.system else []
-        return Step([*system, Message("user", task["question"])])
+        self.task = task
+        self.place = self.world.toolbox.workplace(self.name, self.sandbox, task)
+        self.tools = self.world.toolbox.tools(self.place, task)
+        self.phase = WRITER if self.world.toolbox.remembers and task.get("context") else READER
+        if self.phase == WRITER:
+            return Step(self._said(f"{task['context']}\n\n{NOTE_IT}"), agent=WRITER)
+        return Step(self._said(task["question"]))
+
+    def _said(self, words: str) -> list[Message]:
+        return [*([Message("system", self.world.system)] if self.world.system else []), Message("user", words)]
 
     async def step(self, action: Message) -> Step:
+        if self.world.calls_only:
+            return await self._score(action)
         if action.error:
-            return Step([Message("tool", f"error: {action.error}")])
-        if not action.calls:
-            return self._score(action.content)
-        records = [await dispatch(self.tools, call) for call in action.calls]
-        return Step([Message("tool", record.result, name=record.name) for record in records], tools=records)
+            return Step([Message("tool", f"error: {action.error}")], agent=self.phase)
+        if action.calls:
+            records = await dispatch_all(self.tools, action.calls, self.world.observation_chars)
+            messages = [Message("tool", record.result, name=record.name) for record in records]
+            return Step(messages, tools=records, agent=self.phase)
+        if self.phase == WRITER:
+            self.phase = READER
+            return Step(self._said(self.task["question"]), agent=READER)
+        return await self._score(action)
 
-    def _score(self, answer: str) -> Step:
+    async def _score(self, action: Message) -> Step:
         """The end of the episode: the policy's last turn is scored, and nothing that it or its programs wrote before."""
-        score, reason = self.world.reward(answer, self.right)
+        case = Case(self.task, action.content, action.calls, action.error, self._fresh_session)
+        score, reason = await self.world.score(case)
         parts = score if isinstance(score, dict) else {}
         step = Step(reward=sum(parts.values()) if parts else score, reason=reason, parts=parts, terminated=True, answered=True)
+        if self.world.toolbox.remembers and self.task.get("context"):
+            step.rewards = {WRITER: step.reward}
         if self.world.check:
-            checked, _ = self.world.check(answer, self.right)
-            step.checks[self.world.check_name] = checked["outcome"] if isinstance(checked, dict) else checked
+            checked: Score = await self.world.check(case)
+            step.checks[self.world.check_name] = checked[0]["outcome"] if isinstance(checked[0], dict) else checked[0]
         return step
 
-    async def _python(self, code: str) -> str:
-        if self.session is None:
-            self.session = await self.sandbox.open_session(self.name)
-        result = await self.session.exec(code, timeout_s=self.world.tool_timeout_s)
-        said = [result.stdout, result.stderr, result.value or ""]
-        failed = result.outcome != Outcome.OK
-        said += [f"error: {result.error or result.outcome}"] if failed else []
-        text = "\n".join(part.strip("\n") for part in said if part) or "no output"
-        if len(text) > _RESULT_CHARS:
-            text = f"{text[:_RESULT_CHARS]}\n[{len(text) - _RESULT_CHARS} more characters]"
-        if failed:
-            raise ToolFailed(text)
-        return text
+    async def _fresh_session(self) -> Any:
+        self.scored += 1
+        return await self.sandbox.open_session(f"{self.name}/scored-{self.scored}")
 
     async def close(self) -> None:
-        if self.session is not None:
-            await self.session.close()
+        if self.place is not None:
+            await self.place.close()
 
 
 make_world = Questions

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import string
+from collections import Counter
 
 CALIBRATION = 0.2  # of an outcome, at most lost by a wrong confidence
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
@@ -27,6 +28,22 @@ def exact_match(answer: str, right: str) -> tuple[float, str]:
     if normalise(answer) == normalise(right):
         return 1.0, "right answer"
     return 0.0, f"answered {answer!r}, right was {right!r}"
+
+
+def f1_match(answer: str, right: str) -> tuple[float, str]:
+    """F1 of the words of both after `normalise` (SQuAD), in [0, 1]; and why.
+
+    With p = common / words of the answer and r = common / words of the right one: 2 p r / (p + r); words count as often as they
+    occur. yes, no and noanswer pay only where they are the whole of both (HotpotQA, as in Search-R1).
+    """
+    said, wanted = normalise(answer), normalise(right)
+    why = f"answered {answer!r}, right was {right!r}"
+    if said != wanted and {said, wanted} & {"yes", "no", "noanswer"}:
+        return 0.0, why
+    a, b = Counter(said.split()), Counter(wanted.split())
+    common, total = (a & b).total(), a.total() + b.total()
+    score = 2 * common / total if total else 1.0
+    return score, "right answer" if score == 1 else f"F1 {score:.2f}: {why}"
 
 
 def last_number(answer: str, right: str) -> tuple[float, str]:

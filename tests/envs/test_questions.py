@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ml_collections import ConfigDict
 from scripted import ScriptedSampler, episode, script
 
 from jaxagent.agent import Limits
@@ -16,7 +17,7 @@ from jaxagent.chat.plain import PlainTemplate
 from jaxagent.config import load
 from jaxagent.envs.env import ENDLESS, find, size_of
 from jaxagent.envs.questions import Questions
-from jaxagent.parts import build
+from jaxagent.parts import build, faults
 from jaxagent.types import Message, SampleRequest, Sampling, StopReason, ToolCall, Trajectory
 from sandbox_client import EmbeddedServer, SandboxClient, SandboxStartError
 
@@ -78,7 +79,7 @@ def test_a_test_file_is_the_test_split_whole(sums: str, tmp_path: Path) -> None:
 
 
 def test_columns_of_the_file_do_not_replace_what_a_task_must_have(tmp_path: Path) -> None:
-    rows = [{"question": f"q{n}", "answer": 1, "difficulty": 3, "id": 7, "seed": "x", "source": "book"} for n in range(60)]
+    rows = [{"question": f"q{n}", "answer": 1, "difficulty": 3, "id": n + 7, "seed": "x", "source": "book"} for n in range(60)]
     task = Questions(task_file(tmp_path / "rows.jsonl", rows)).task("train", 4)
     assert (task["id"], task["seed"], task["difficulty"], task["source"]) == ("questions/train/4", 4, "3", "book")
 
@@ -122,8 +123,18 @@ def test_a_given_sandbox_that_runs_no_programs_is_refused(sums: str, tmp_path: P
 
 
 def test_an_unknown_reward_is_told(sums: str) -> None:
-    with pytest.raises(ValueError, match="must be one of exact_match, last_number, tagged_match, calibrated_match; got 'luck'"):
+    with pytest.raises(ValueError, match=r"reward must be made of exact_match, f1_match, .*; got 'luck'"):
         Questions(sums, reward="luck")
+
+
+def test_kits_are_chosen_with_their_options_in_a_config(sums: str) -> None:
+    config, _ = load(f"{CONFIG}:{sums}", ['env.options.toolbox=["calculator","python"]'])
+    assert [spec.name for spec in Questions(**config.env.options).tools] == ["calculate", "python"]
+    with config.unlocked():
+        del config.env.options.toolbox
+        config.env.options.toolbox = ConfigDict({"calculator": {}, "memory": {"notes": 3}})
+    assert [spec.name for spec in Questions(**config.env.options).tools][:2] == ["calculate", "remember"]
+    assert not faults(config)
 
 
 def test_names_live_between_programs_and_the_answer_is_rewarded(server: EmbeddedServer, sums: str) -> None:
@@ -143,13 +154,13 @@ def eval_sum(question: str) -> str:
 
 def test_a_program_that_fails_or_never_ends_is_a_result(server: EmbeddedServer, sums: str) -> None:
     turns = [run("print('so far'); 1/0"), run("while True: pass"), run("print('y' * 5000)"), Message("assistant", "?")]
-    row = play(server, Questions(sums, tool_timeout_s=0.5), script(PLAIN, *turns))
+    row = play(server, Questions(sums, toolbox={"python": {"timeout_s": 0.5}}), script(PLAIN, *turns))
     failed, endless, long = (record.result for turn in row.turns for record in turn.tools)
     assert failed.startswith("so far")
     assert "ZeroDivisionError" in failed
     assert "error: " in endless
     assert [record.outcome for turn in row.turns for record in turn.tools] == ["error", "error", "ok"]
-    assert long.endswith("more characters]")
+    assert "yyy\n[3000 more characters]\nyyy" in long
     assert len(long) < 2100
     assert (row.reward, row.stop) == (0.0, StopReason.ANSWERED)
 

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import json
 import re
 from collections.abc import Callable, Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
+from judging import fair, judging
 from scripted import ScriptedSampler, episode
 
 from jaxagent.agent import Limits
@@ -20,15 +23,22 @@ from jaxagent.chat.plain import CALL, END_CALL, EOS, RESULT, TURN, PlainTemplate
 from jaxagent.envs.chain import Chain
 from jaxagent.envs.env import World
 from jaxagent.envs.maze import DOORS, Maze
-from jaxagent.envs.questions import REWARDS, Questions
+from jaxagent.envs.mixture import Mixture
+from jaxagent.envs.questions import Questions
+from jaxagent.envs.search import Search
 from jaxagent.rewards.calls import tool_correctness, tool_format
+from jaxagent.rewards.scorers import SCORERS
 from jaxagent.rewards.shaping import Shaping
 from jaxagent.types import Group, Message, SampleRequest, Sampling, ToolCall, Trajectory
 from sandbox_client import EmbeddedServer, SandboxClient, SandboxStartError
 
 PLAIN = PlainTemplate()
-QUESTIONS = tuple(f"questions/{name}" for name in REWARDS)
-WORLDS = ("chain", "maze", *QUESTIONS)
+COMPOSED = ("min(exact_match, f1_match)", "product(exact_match, tagged_match)", "sum(0.7*exact_match, 0.3*f1_match)")
+MISSING = () if find_spec("math_verify") else ("math_match",)
+# `tool_calls` ends with the first turn and has probes of its own below.
+QUESTIONS = tuple(f"questions/{name}" for name in (*SCORERS, *COMPOSED) if name not in ("tool_calls", *MISSING))
+WORLDS = ("chain", "maze", "search", "mixture", *QUESTIONS)
+CITED = ("search", "mixture")  # of which the mixture is one of searches
 TERMS = {"overlong": 0.2, "failed_calls": 0.2, "efficiency": 0.2, "otc": 0.2}
 SHAPINGS = {
     "none": Shaping(),
@@ -39,12 +49,13 @@ SHAPINGS = {
     "second stage": Shaping(staged=(1,), **TERMS, limit=400),
 }
 WRONG = {"exact_match": "wrong", "last_number": "it is 1", "tagged_match": "<answer>wrong</answer>"}
+WRONG |= {"math_match": r"\boxed{x+1}", "code_tests": "```python\nprint(1)\n```"}
 WRONG["calibrated_match"] = "wrong confidence: 0"  # the best that an honest failure can say
 # What a program could try against a grader: find it, replace it, leave files for it, end its process.
 ATTACK = """
 import os, sys, builtins, pathlib, signal
 for module in list(sys.modules.values()):
-    for name in ("exact_match", "last_number", "tagged_match", "calibrated_match", "REWARDS"):
+    for name in ("exact_match", "last_number", "tagged_match", "calibrated_match", "SCORERS", "code_tests", "passes"):
         if hasattr(module, name): setattr(module, name, lambda answer, right: (1.0, "hacked"))
 builtins.print = lambda *a: None
 for name in ("rewards.py", "test_answer.py", "conftest.py", "reward.txt"):
@@ -73,11 +84,14 @@ def use(world: str, read: str) -> Message:
         return call("A", key=re.findall(r"<user>(\d\d)", read)[0])
     if world == "maze":  # that way nobody arrives
         return call(DOORS[re.findall(r"[a-z]([o!-]{3})", read)[-1].index("!")])
+    if world in CITED:
+        found = re.findall(r"<result>(\d+)<turn>", read)
+        return call("O", id=found[-1]) if found else call("S", query=re.findall(r"<user>(..)", read)[0])
     return call("python", code="1+1")
 
 
 def wrong(world: str) -> str:
-    return WRONG.get(world.partition("/")[2], "xx")
+    return "xx[1:Axx]" if world in CITED else WRONG.get(world.partition("/")[2], "xx")
 
 
 def honest(world: str) -> Script:
@@ -95,7 +109,8 @@ def echo(world: str) -> Script:
 
 def failing_tools(world: str) -> Script:
     """Calls that cannot work, and an answer that says so."""
-    broken = {"chain": call("A", key="zz"), "maze": [CALL, *b"Z", END_CALL]}.get(world, call("python", code="1/0"))
+    calls = {"chain": call("A", key="zz"), "maze": [CALL, *b"Z", END_CALL], **dict.fromkeys(CITED, call("O", id="nothing"))}
+    broken = calls.get(world, call("python", code="1/0"))
     return lambda number, read: say("all tools fail") if number == 3 else broken
 
 
@@ -142,16 +157,32 @@ def server() -> Iterator[EmbeddedServer]:
 
 
 @pytest.fixture(scope="module")
+def judge_url() -> Iterator[str]:
+    """A judge that compares answers fairly, and finds no criterion of a rubric met."""
+    with judging(lambda prompt: fair(prompt) if "first answer" in prompt else "verdict: no") as endpoint:
+        yield endpoint.url
+
+
+@pytest.fixture(scope="module")
 def play(
-    server: EmbeddedServer, tmp_path_factory: pytest.TempPathFactory
+    server: EmbeddedServer, judge_url: str, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str, Callable[[str], Script]], Trajectory]:
     path = tmp_path_factory.mktemp("questions") / "sums.jsonl"
-    path.write_text("".join(f'{{"question": "{n}+{n}", "answer": "{2 * n}"}}\n' for n in range(200, 300)))
+    more = [{"rubric": [{"criterion": "is right"}], "tests": [{"stdin": "", "stdout": str(2 * n)}]} for n in range(200, 300)]
+    rows = [{"question": f"{n}+{n}", "answer": str(2 * n), **further} for n, further in enumerate(more, 200)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    judged = {"url": judge_url, "model": "m"}
 
     def world_of(name: str) -> World:
         if name == "chain":
             return Chain(hops=(1,), flaky=0.0)
-        return Maze(rooms=6, distance=(2, 3)) if name == "maze" else Questions(str(path), reward=name.partition("/")[2])
+        if name in CITED:
+            options = {"style": "bytes", "hops": (2,), "names": 8, "top": 1}
+            return Mixture({"s": {"name": "search", "options": options}}) if name == "mixture" else Search(**options)
+        return Maze(rooms=6, distance=(2, 3)) if name == "maze" else questions(name.partition("/")[2])
+
+    def questions(reward: str) -> Questions:
+        return Questions(str(path), reward=reward, reward_options={"judge": judged, "rubric": judged})
 
     @functools.cache
     def played(name: str, probe: Callable[[str], Script]) -> dict[str, Any]:
