@@ -4,6 +4,7 @@ jaxagent train    --config=FILE[:ARG] --workdir=DIR [--config.KEY=VALUE ...]
 jaxagent finetune --config=FILE[:ARG] --workdir=DIR [--config.KEY=VALUE ...]
 jaxagent eval     --workdir=DIR [--tasks=N] [--rollouts=K] [--split=test] [--temperature=T]
 jaxagent generate --checkpoint=DIR --prompt=TEXT [--temperature=T] [--max-tokens=N]
+jaxagent serve    --checkpoint=DIR [--port=8000] [--host=H] [--token-file=F] [--context=N] [--slots=N]
 jaxagent view     DIR
 jaxagent export   --workdir=DIR --to=DIR [--dtype=float32] [--adapter]
 """
@@ -23,6 +24,7 @@ _HOME = {
     "finetune": "jaxagent.finetune",
     "eval": "jaxagent.evaluate",
     "generate": "jaxagent.policy",
+    "serve": "jaxagent.policy",
     "export": "jaxagent.policy",
     "view": "jaxagent.view",
 }
@@ -51,6 +53,7 @@ def parser() -> argparse.ArgumentParser:
     generate.add_argument("--prompt", required=True)
     generate.add_argument("--temperature", type=float, default=1.0)
     generate.add_argument("--max-tokens", type=count, default=256)
+    add_serve(commands.add_parser("serve", help="answers programs that speak OpenAI's or Anthropic's API"))
     view = commands.add_parser("view", help="writes report.html of a run")
     view.add_argument("workdir")
     export = commands.add_parser("export", help="writes a run's policy as a Hugging Face checkpoint directory")
@@ -59,6 +62,28 @@ def parser() -> argparse.ArgumentParser:
     export.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
     export.add_argument("--adapter", action="store_true", help="the low-rank adapters alone, in PEFT's layout")
     return whole
+
+
+def add_serve(serve: argparse.ArgumentParser) -> None:
+    serve.add_argument("--checkpoint", required=True, help="a Hugging Face checkpoint or a PEFT adapter directory")
+    serve.add_argument("--name", default="", help="of the model, as clients say it; default: the directory's")
+    serve.add_argument("--host", default="127.0.0.1")
+    serve.add_argument("--port", type=int, default=8000, help="0 takes a free one; the line that says it is ready prints it")
+    serve.add_argument("--token-file", default="", help="holds the bearer token; made, mode 0600, when it is missing")
+    serve.add_argument("--context", type=count, default=4096, help="most tokens of a conversation")
+    serve.add_argument("--slots", type=count, default=8, help="conversations that are held at once")
+    serve.add_argument("--top-logprobs", type=int, default=5, choices=range(21), metavar="N", help="most that may be asked for")
+    serve.add_argument("--history", default="keep", choices=["keep", "segment"], help="as chat.history")
+    serve.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    serve.add_argument("--requests", type=count, default=64, help="that are answered at once")
+    serve.add_argument("--deadline-s", type=float, default=600.0, help="of one request")
+
+
+def serve_options(options: dict[str, Any], home: Any) -> dict[str, Any]:
+    """The flags of `serve`, in the groups that receive them."""
+    kinds = {"serving": home.Serving, "limits": home.ServeLimits, "at": home.Address}
+    chosen = {name: {key: options.pop(key) for key in kind.__annotations__ if key in options} for name, kind in kinds.items()}
+    return options | {name: kinds[name](**given) for name, given in chosen.items()}
 
 
 def count(text: str) -> int:
@@ -92,6 +117,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def call(command: str, home: Any, overrides: Sequence[str], options: dict[str, Any]) -> int:
     if command in STORIES:
         return home.run(options["config"], overrides, options["workdir"])
+    if command == "serve":
+        options = serve_options(options, home)
     done = {"eval": "report", "view": "write_report"}.get(command, command)
     return getattr(home, done)(**options)
 

@@ -19,16 +19,32 @@ STORIES = ("jaxagent.train", "jaxagent.finetune")
 FLOORS = (
     "types metrics alarms progress config sharding compiled algos",
     "rewards tools chat data view models checkpoint objective",
-    "credit selection envs engine learner critic",
+    "credit selection envs engine learner critic door",
     "agent",
-    "rollout",
-    "feed serve",
+    "rollout serve",
+    "feed programs",
     "parts evaluate policy supervised",
     "train finetune",
     "__main__",
 )
 FLOOR = {name: number for number, names in enumerate(FLOORS) for name in names.split()}
-HOST = {"types", "chat", "tools", "rewards", "envs", "agent", "rollout", "feed", "serve", "data", "view", "metrics", "config"}
+HOST = {
+    "types",
+    "chat",
+    "tools",
+    "rewards",
+    "envs",
+    "agent",
+    "rollout",
+    "feed",
+    "serve",
+    "door",
+    "programs",
+    "data",
+    "view",
+    "metrics",
+    "config",
+}
 KNOW_THE_CONFIG = {"config", "parts", "evaluate", "policy", "view", "train", "finetune", "__main__"}
 
 
