@@ -21,7 +21,7 @@ from flax import nnx
 from ml_collections import ConfigDict
 
 from jaxagent import config as configs
-from jaxagent.agent import Agent, Limits
+from jaxagent.agent import Agent, Limits, Player
 from jaxagent.alarms import Alarms
 from jaxagent.algos.table import Algorithm, Choice, choose
 from jaxagent.chat.family import template_of
@@ -29,6 +29,7 @@ from jaxagent.chat.history import ChatOptions
 from jaxagent.chat.template import Template
 from jaxagent.checkpoint import Checkpoints
 from jaxagent.critic import CriticOptions, critic_of
+from jaxagent.door.session import Slots
 from jaxagent.engine.engine import Engine, EngineOptions
 from jaxagent.engine.replicas import Replicas
 from jaxagent.envs import env as envs
@@ -37,6 +38,7 @@ from jaxagent.learner import Learner, LearnerOptions, OptimizerOptions, trained_
 from jaxagent.models import peft
 from jaxagent.models.adapters import fresh_adapters, is_adapter, lora_spec, merged
 from jaxagent.models.transformer import Decoder, DecoderConfig, Params, params_of
+from jaxagent.programs import Programs
 from jaxagent.rewards.shaping import Shaping
 from jaxagent.rollout import RolloutOptions, Rollouts
 from jaxagent.selection import FinetuneOptions
@@ -300,9 +302,14 @@ def build(config: ConfigDict, log: Path | None = None, *, with_critic: bool = Tr
         learner = Learner(decoder, start_weights(config, decoder, mesh), mesh, algorithm, learner_options)
         critic = critic_of(learner) if algorithm.critic and with_critic else None
         engine_options = EngineOptions(**config.engine, record_routing=config.learner.replay_routing)
-        engines = Replicas([Engine(decoder, engine_options, place) for place in mesh.replicas()])
+        by_program = getattr(world, "runs_program", False)
+        vocabulary = template.vocabulary() if by_program else None  # programs may ask for stop strings
+        engines = Replicas([Engine(decoder, engine_options, place, vocabulary) for place in mesh.replicas()])
         undo.callback(engines.close)
-        agent = Agent(template, world.tools, engines, Limits(**config.agent))
+        limits = Limits(**config.agent)
+        agent: Player = Agent(template, world.tools, engines, limits)
+        if by_program:
+            agent = Programs(Slots(template, engines, engine_options.slots * len(engines.engines)), limits)
         rollouts = Rollouts(world, agent, sandbox.client, config.seed, RolloutOptions(**config.rollout))
         undo.pop_all()
     return Parts(world, template, decoder, algorithm, learner, critic, engines, rollouts, sandbox)

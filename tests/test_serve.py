@@ -445,20 +445,25 @@ def test_rows_that_no_call_uses_give_their_room_up() -> None:
 
 
 def test_a_client_that_leaves_frees_its_row() -> None:
-    async def write(text: str, request: SampleRequest) -> list[int]:
-        await asyncio.Event().wait()
-        return []
-
-    sampler = ScriptedSampler(CHATML, write)
-
     async def work() -> None:
+        began, ended = asyncio.Event(), asyncio.Event()
+
+        async def write(text: str, request: SampleRequest) -> list[int]:
+            began.set()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                ended.set()
+            return []
+
+        sampler = ScriptedSampler(CHATML, write)
         async with served(CHATML, sampler) as (client, _):
             call = asyncio.ensure_future(client.chat(user("q")))
-            while not sampler.rows:
-                await asyncio.sleep(0.01)
+            await began.wait()
             call.cancel()
-            while sampler.rows:
-                await asyncio.sleep(0.01)
+            await ended.wait()
+            await client.get("/health")
+            assert sampler.rows == {} and len(sampler.released) == 1
 
     asyncio.run(asyncio.wait_for(work(), 20))
 

@@ -114,12 +114,15 @@ class Said:
 
 
 class Session:
-    """The calls of one client. `heard(row, fed, sample, message)` is called for each; all in one loop."""
+    """The calls of one client, all in one loop.
+
+    `heard(row, before, sample, told)` is called for each: the row had `before` tokens, and the dialogue is now `told`.
+    """
 
     def __init__(self, name: str, slots: Slots, rules: Rules, key: tuple[int, int] | None = None):
         """Args: key: fixes the draws of all calls; without one, a call's seed does, or chance."""
         self.name, self.template, self.slots, self.rules, self.key = name, slots.template, slots, rules, key
-        self.heard: Callable[[Row, int, Sample, Message], None] | None = None
+        self.heard: Callable[[Row, int, Sample, tuple[Message, ...]], None] | None = None
         self.calls = 0
         self.exhausted = ""  # the budget that a refused call would have exceeded: calls or tokens
         self._rows: list[Row] = []
@@ -268,7 +271,7 @@ class Session:
         if prompt.told:
             self._remember(prompt, message, row.tokens)
         if self.heard:
-            self.heard(row, before, sample, message)
+            self.heard(row, before, sample, (*prompt.told, message))
         answer = Answer(message, finish, string, sample.tokens, len(prompt.ids), cached, prompt.retokenised)
         return replace(answer, logprobs=sample.logprobs, top=sample.top_logprobs) if ask.logprobs else answer
 
