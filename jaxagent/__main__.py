@@ -6,6 +6,7 @@ jaxagent eval     --workdir=DIR [--tasks=N] [--rollouts=K] [--split=test] [--tem
 jaxagent generate --checkpoint=DIR --prompt=TEXT [--temperature=T] [--max-tokens=N]
 jaxagent serve    --checkpoint=DIR [--port=8000] [--host=H] [--token-file=F] [--context=N] [--slots=N]
 jaxagent view     DIR
+jaxagent replay   RUN --step=N [--tolerance=1e-4]
 jaxagent export   --workdir=DIR --to=DIR [--dtype=float32] [--adapter]
 """
 
@@ -27,6 +28,7 @@ _HOME = {
     "serve": "jaxagent.policy",
     "export": "jaxagent.policy",
     "view": "jaxagent.view",
+    "replay": "jaxagent.replay",
 }
 
 
@@ -56,6 +58,10 @@ def parser() -> argparse.ArgumentParser:
     add_serve(commands.add_parser("serve", help="answers programs that speak OpenAI's or Anthropic's API"))
     view = commands.add_parser("view", help="writes report.html of a run")
     view.add_argument("workdir")
+    replay = commands.add_parser("replay", help="recomputes one training step and names the first stage that differs")
+    replay.add_argument("run", help="the workdir of a run")
+    replay.add_argument("--step", required=True, type=count, help="of training, from 1")
+    replay.add_argument("--tolerance", type=float, default=1e-4, help="share by which a number may differ")
     export = commands.add_parser("export", help="writes a run's policy as a Hugging Face checkpoint directory")
     export.add_argument("--workdir", required=True)
     export.add_argument("--to", required=True)

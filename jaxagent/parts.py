@@ -251,13 +251,19 @@ def read_token(path: str) -> str:
 
 
 @dataclass
-class Parts:
+class Learning:
+    """What is taught, and what of: without what plays."""
+
     world: envs.World
     template: Template
     decoder: DecoderConfig
     algorithm: Algorithm
     learner: Learner
     critic: Learner | None
+
+
+@dataclass
+class Parts(Learning):
     engines: Replicas
     rollouts: Rollouts
     sandbox: Sandbox
@@ -313,6 +319,20 @@ def build(config: ConfigDict, log: Path | None = None, *, with_critic: bool = Tr
         rollouts = Rollouts(world, agent, sandbox.client, config.seed, RolloutOptions(**config.rollout))
         undo.pop_all()
     return Parts(world, template, decoder, algorithm, learner, critic, engines, rollouts, sandbox)
+
+
+def learning(config: ConfigDict) -> Learning:
+    """The parts of a run that learn, on its mesh where this machine has the devices for it, else on one device."""
+    world = envs.find(config.env.name)(**config.env.options)
+    algorithm = choose(**config.algo)
+    template, decoder = policy_shape(config)
+    try:
+        mesh = DeviceMesh.build(**{axis: config.mesh[axis] for axis in AXES})
+    except ValueError:
+        mesh = DeviceMesh.build(data=1)
+    options = LearnerOptions(**config.learner, temperature=config.sampling.temperature)
+    learner = Learner(decoder, start_weights(config, decoder, mesh), mesh, algorithm, options)
+    return Learning(world, template, decoder, algorithm, learner, critic_of(learner) if algorithm.critic else None)
 
 
 def shaping_within(config: ConfigDict) -> Callable[..., Shaping]:

@@ -33,7 +33,7 @@ from jaxagent.evaluate import evaluate
 from jaxagent.feed import Feed, FeedOptions, has_signal, stream_of
 from jaxagent.learner import OptimizerOptions
 from jaxagent.metrics import Clock, Metrics, peak_bytes, read
-from jaxagent.parts import Parts, build, faults, shaping_within, use_devices
+from jaxagent.parts import Learning, Parts, build, faults, shaping_within, use_devices
 from jaxagent.progress import Progress
 from jaxagent.rewards.shaping import components
 from jaxagent.types import Group, Sampling, Trajectory
@@ -58,23 +58,39 @@ class Alarmed(Exception):
 FAULTS = (Broken, Alarmed, SandboxStartError, InfrastructureError)  # told in a sentence by the command line
 
 
-class Run:
-    """A run's place: its files, its step, and what a checkpoint holds besides weights."""
+class Course:
+    """What learns in a run, at which step it is, and what it is restored from."""
 
-    def __init__(self, config: ConfigDict, workdir: Path, parts: Parts, progress: Progress):
-        self.config, self.workdir, self.parts, self.progress = config, workdir, parts, progress
-        self.metrics = Metrics(workdir / "metrics.jsonl")
+    def __init__(self, config: ConfigDict, workdir: Path, parts: Learning):
+        self.config, self.workdir, self.parts = config, workdir, parts
         self.store = Store(workdir / "trajectories")
         self.checkpoints = Checkpoints(workdir / "checkpoints", config.checkpoint.keep)
+        self.shaping = shaping_within(config)(**config.reward)
+        self.baselines: dict[str, float] = {}  # moving means of the roles' returns, for algorithms that have them
+        self.step = 0  # warm-up steps first, then training steps: one axis
+
+    def critic_state(self) -> dict[str, Any]:
+        """What a checkpoint holds of the critic: nothing before reinforcement, where it begins as a copy of the policy."""
+        if self.parts.critic is None or self.step <= self.config.warmup.steps:
+            return {}
+        return {f"critic_{name}": tree for name, tree in self.parts.critic.state().items()}
+
+
+class Run(Course):
+    """A run's place: its files, and what a checkpoint holds besides weights."""
+
+    parts: Parts
+
+    def __init__(self, config: ConfigDict, workdir: Path, parts: Parts, progress: Progress):
+        super().__init__(config, workdir, parts)
+        self.progress = progress
+        self.metrics = Metrics(workdir / "metrics.jsonl")
         self.clock = Clock()
         self.results: dict[str, Any] = {}  # evaluations, as they stand in eval.json
         options = FeedOptions(**config.feed)
         tasks = stream_of(parts.world, config.seed, options)
         self.feed = Feed(parts.world, tasks, parts.rollouts, Sampling(**config.sampling), options)
-        self.shaping = shaping_within(config)(**config.reward)
         self.alarms = Alarms(**config.alarms, tools=bool(parts.world.tools))
-        self.baselines: dict[str, float] = {}  # moving means of the roles' returns, for algorithms that have them
-        self.step = 0  # warm-up steps first, then training steps: one axis
         self.stopping = False
 
     def save(self) -> None:
@@ -87,12 +103,6 @@ class Run:
         facts |= {"feed": self.feed.state(), "baselines": self.baselines, "results": self.results}
         with self.clock.part("checkpoint"):
             self.checkpoints.save(self.step, {**learner.state(), **self.critic_state()}, facts)
-
-    def critic_state(self) -> dict[str, Any]:
-        """What a checkpoint holds of the critic: nothing before reinforcement, where it begins as a copy of the policy."""
-        if self.parts.critic is None or self.step <= self.config.warmup.steps:
-            return {}
-        return {f"critic_{name}": tree for name, tree in self.parts.critic.state().items()}
 
     def record(self, name: str, table: dict[str, Any]) -> None:
         """Keeps an evaluation in eval.json, whole or not at all."""
@@ -196,23 +206,30 @@ def resume(run: Run) -> None:
     run.progress.say(f"compiled in {run.clock.parts['compile']:.1f} s")
     latest = run.checkpoints.latest()
     if latest is not None:
-        facts = run.checkpoints.facts(latest)
-        if facts["step"] > warmup:
-            begin_training(run)
-        run.step = facts["step"]
-        ours, critics = learner.state(), run.critic_state()
-        trees = run.checkpoints.trees(latest, {**ours, **critics})
-        learner.restore({name: trees[name] for name in ours}, facts["updates"])
-        if run.parts.critic and critics:
-            state = {name.removeprefix("critic_"): trees[name] for name in critics}
-            run.parts.critic.restore(state, facts["critic_updates"])
-        if facts["step"] == warmup:  # what was saved are the moments of the warm-up
-            begin_training(run)
+        facts = restore(run, latest)
         run.feed.restore(facts["feed"])
-        run.baselines, run.results = facts["baselines"], facts["results"]
+        run.results = facts["results"]
         run.progress.say(f"resumed at step {run.step}")
     recall(run)
     run.parts.engines.publish(learner.params, version=max(0, run.step - warmup))
+
+
+def restore(run: Course, at: int) -> dict[str, Any]:
+    """Takes up a checkpoint; returns its facts."""
+    learner, warmup, facts = run.parts.learner, run.config.warmup.steps, run.checkpoints.facts(at)
+    if facts["step"] > warmup:
+        begin_training(run)
+    run.step = facts["step"]
+    ours, critics = learner.state(), run.critic_state()
+    trees = run.checkpoints.trees(at, {**ours, **critics})
+    learner.restore({name: trees[name] for name in ours}, facts["updates"])
+    if run.parts.critic and critics:
+        state = {name.removeprefix("critic_"): trees[name] for name in critics}
+        run.parts.critic.restore(state, facts["critic_updates"])
+    if facts["step"] == warmup:  # what was saved are the moments of the warm-up
+        begin_training(run)
+    run.baselines = facts["baselines"]
+    return facts
 
 
 def recall(run: Run) -> None:
@@ -222,7 +239,7 @@ def recall(run: Run) -> None:
         run.alarms.look(record)
 
 
-def begin_training(run: Run) -> None:
+def begin_training(run: Course) -> None:
     """New moments for both, a critic that starts from the policy as it is now, and the policy kept that it is held to."""
     c, learner, critic = run.config, run.parts.learner, run.parts.critic
     optimizer, updates = OptimizerOptions(**c.optimizer), c.train.steps * c.train.minibatches
@@ -296,7 +313,7 @@ def train(run: Run) -> None:
         run.done(values)
 
 
-def update(run: Run, groups: Sequence[Group], step: int) -> dict[str, float]:
+def update(run: Course, groups: Sequence[Group], step: int) -> dict[str, float]:
     """One pass over the groups in `train.minibatches` optimizer steps; returns the metrics of those that had tokens."""
     c, learner, critic, algorithm = run.config, run.parts.learner, run.parts.critic, run.parts.algorithm
     o = learner.options
@@ -333,7 +350,7 @@ def update(run: Run, groups: Sequence[Group], step: int) -> dict[str, float]:
     return {**metrics, "train/row_fill": fill([batch for batches, _ in minibatches for batch in batches])}
 
 
-def credited(run: Run, groups: Sequence[Group]) -> tuple[list[list[Credit]], dict[str, float]]:
+def credited(run: Course, groups: Sequence[Group]) -> tuple[list[list[Credit]], dict[str, float]]:
     """What every row is to learn, after what critic and reference have to say of it."""
     c, learner, critic, algorithm = run.config, run.parts.learner, run.parts.critic, run.parts.algorithm
     shape = {"batch_rows": learner.options.batch_rows, "row_tokens": learner.options.row_tokens}
@@ -369,7 +386,7 @@ def joined(results: Sequence[dict[str, float]]) -> dict[str, float]:
     return {name: joining(name)([result[name] for result in results]) for name in results[0]} if results else {}
 
 
-def shaper(run: Run, progress: float) -> Callable[[Group], None] | None:
+def shaper(run: Course, progress: float) -> Callable[[Group], None] | None:
     """What shapes the rewards of this step's groups, if anything does; `progress` is how far the run is."""
     return (lambda group: run.shaping.apply(group, progress)) if run.shaping.active else None
 
@@ -410,10 +427,6 @@ def described(run: Run, groups: Sequence[Group]) -> dict[str, float]:
     tools = [record for turn in turns for record in turn.tools]
     stats = run.parts.engines.take_stats()
     values = {
-        "reward/mean": mean(row.reward for row in once),
-        "reward/outcome": mean(row.outcome for row in once),
-        "reward/success": mean(row.solved for row in once),
-        "reward/informative_groups": mean(has_signal(group) for group in groups),
         "rollout/turns": len(turns) / len(once),
         "rollout/tokens": sampled / len(once),
         "rollout/entropy": -sum(sum(row.logprob) for row in good) / max(1, sampled),
@@ -433,10 +446,22 @@ def described(run: Run, groups: Sequence[Group]) -> dict[str, float]:
         "sandbox/restarts": float(run.parts.sandbox.restarts),
     }
     values |= sampling_metrics(good, run.step - run.config.warmup.steps)
-    values |= {f"reward/{name}": value for name, value in components(good).items()}
+    values |= rewards(groups, good)
     for stop in sorted({row.stop for row in rows}):
         values[f"rollout/stop_{stop}"] = mean(row.stop == stop for row in rows)
     return values
+
+
+def rewards(groups: Sequence[Group], good: Sequence[Trajectory]) -> dict[str, float]:
+    """What a step's groups earned; `good` are their rows that count."""
+    once = [row for row in good if not row.segment]
+    values = {
+        "reward/mean": mean(row.reward for row in once),
+        "reward/outcome": mean(row.outcome for row in once),
+        "reward/success": mean(row.solved for row in once),
+        "reward/informative_groups": mean(has_signal(group) for group in groups),
+    }
+    return values | {f"reward/{name}": value for name, value in components(good).items()}
 
 
 def show(run: Run, step: int, values: dict[str, float]) -> None:

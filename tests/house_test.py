@@ -24,7 +24,7 @@ FLOORS = (
     "rollout serve",
     "feed programs",
     "parts evaluate policy supervised",
-    "train finetune",
+    "train finetune replay",
     "__main__",
 )
 FLOOR = {name: number for number, names in enumerate(FLOORS) for name in names.split()}
@@ -45,7 +45,7 @@ HOST = {
     "metrics",
     "config",
 }
-KNOW_THE_CONFIG = {"config", "parts", "evaluate", "policy", "view", "train", "finetune", "__main__"}
+KNOW_THE_CONFIG = {"config", "parts", "evaluate", "policy", "view", "train", "finetune", "replay", "__main__"}
 
 
 def modules(package: str) -> dict[str, Path]:
