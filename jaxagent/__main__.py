@@ -5,7 +5,9 @@ jaxagent finetune --config=FILE[:ARG] --workdir=DIR [--config.KEY=VALUE ...]
 jaxagent eval     --workdir=DIR [--tasks=N] [--rollouts=K] [--split=test] [--temperature=T]
 jaxagent generate --checkpoint=DIR --prompt=TEXT [--temperature=T] [--max-tokens=N]
 jaxagent plan     --config=FILE[:ARG] [--topology=v5e:16x16] [--json] [--config.KEY=VALUE ...]
+jaxagent serve    --checkpoint=DIR [--port=8000] [--host=H] [--token-file=F] [--context=N] [--slots=N]
 jaxagent view     DIR
+jaxagent replay   RUN --step=N [--tolerance=1e-4]
 jaxagent export   --workdir=DIR --to=DIR [--dtype=float32] [--adapter]
 jaxagent env      list | install NAME [--python=PATH] | check NAME | check --config=FILE[:ARG] [--config.KEY=VALUE ...]
 jaxagent retrieve --corpus=FILE [--port=8000] [--index=DIR]
@@ -30,6 +32,7 @@ _HOME = {
     "finetune": "jaxagent.finetune",
     "eval": "jaxagent.evaluate",
     "generate": "jaxagent.policy",
+    "serve": "jaxagent.policy",
     "export": "jaxagent.policy",
     "plan": "jaxagent.plan",
     "view": "jaxagent.view",
@@ -37,6 +40,7 @@ _HOME = {
     "env install": "jaxagent.envs.workers.install",
     "env check": "jaxagent.envs.check",
     "retrieve": "jaxagent.toolbox.retriever",
+    "replay": "jaxagent.replay",
 }
 
 
@@ -73,8 +77,13 @@ def parser() -> argparse.ArgumentParser:
         "--iteration-s", type=float, default=60.0, help="seconds in which the sandbox serves an iteration's calls"
     )
     plan.add_argument("--json", action="store_true")
+    add_serve(commands.add_parser("serve", help="answers programs that speak OpenAI's or Anthropic's API"))
     view = commands.add_parser("view", help="writes report.html of a run")
     view.add_argument("workdir")
+    replay = commands.add_parser("replay", help="recomputes one training step and names the first stage that differs")
+    replay.add_argument("run", help="the workdir of a run")
+    replay.add_argument("--step", required=True, type=count, help="of training, from 1")
+    replay.add_argument("--tolerance", type=float, default=1e-4, help="share by which a number may differ")
     export = commands.add_parser("export", help="writes a run's policy as a Hugging Face checkpoint directory")
     export.add_argument("--workdir", required=True)
     export.add_argument("--to", required=True)
@@ -100,6 +109,26 @@ def _add_env(env: argparse.ArgumentParser) -> None:
     which = check.add_mutually_exclusive_group(required=True)
     which.add_argument("name", nargs="?", help="a file of jaxagent/envs, or a dotted module, with its default options")
     which.add_argument("--config", help="the world of a file with get_config(arg), as FILE or FILE:ARG")
+def add_serve(serve: argparse.ArgumentParser) -> None:
+    serve.add_argument("--checkpoint", required=True, help="a Hugging Face checkpoint or a PEFT adapter directory")
+    serve.add_argument("--name", default="", help="of the model, as clients say it; default: the directory's")
+    serve.add_argument("--host", default="127.0.0.1")
+    serve.add_argument("--port", type=int, default=8000, help="0 takes a free one; the line that says it is ready prints it")
+    serve.add_argument("--token-file", default="", help="holds the bearer token; made, mode 0600, when it is missing")
+    serve.add_argument("--context", type=count, default=4096, help="most tokens of a conversation")
+    serve.add_argument("--slots", type=count, default=8, help="conversations that are held at once")
+    serve.add_argument("--top-logprobs", type=int, default=5, choices=range(21), metavar="N", help="most that may be asked for")
+    serve.add_argument("--history", default="keep", choices=["keep", "segment"], help="as chat.history")
+    serve.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    serve.add_argument("--requests", type=count, default=64, help="that are answered at once")
+    serve.add_argument("--deadline-s", type=float, default=600.0, help="of one request")
+
+
+def serve_options(options: dict[str, Any], home: Any) -> dict[str, Any]:
+    """The flags of `serve`, in the groups that receive them."""
+    kinds = {"serving": home.Serving, "limits": home.ServeLimits, "at": home.Address}
+    chosen = {name: {key: options.pop(key) for key in kind.__annotations__ if key in options} for name, kind in kinds.items()}
+    return options | {name: kinds[name](**given) for name, given in chosen.items()}
 
 
 def count(text: str) -> int:
@@ -142,6 +171,8 @@ def call(command: str, home: Any, overrides: Sequence[str], options: dict[str, A
         name, spec = options["name"], options["config"]
         env = importlib.import_module("jaxagent.config").world_of(spec, overrides) if spec else (name, {})
         return home.report(*env)
+    if command == "serve":
+        options = serve_options(options, home)
     done = {
         "eval": "report",
         "view": "write_report",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 from jaxagent.chat.template import Template
 from jaxagent.envs.env import Env, Step, Task
@@ -44,6 +45,14 @@ class Seat:
     @property
     def turns(self) -> int:
         return sum(len(row.turns) for row in self.rows)
+
+
+class Player(Protocol):
+    """What plays episodes: an `Agent`, or a program of the user's behind a door (`programs.py`)."""
+
+    async def play(self, env: Env, task: Task, rows: list[Trajectory], key: tuple[int, int], sampling: Sampling) -> None: ...
+
+    async def close(self) -> None: ...
 
 
 class Agent:
@@ -93,11 +102,14 @@ class Agent:
                 for row in seat.rows:
                     row.elsewhere, row.outcome_elsewhere = whole - row.reward, outcome - row.outcome
 
+    async def close(self) -> None:
+        """Nothing is left open between episodes."""
+
     def _seat(self, seats: dict[str, Seat], step: Step, rows: list[Trajectory], key: tuple[int, int]) -> Seat:
         if step.agent not in seats:
             first, number = rows[0], len(seats)
             if number:  # a further seat starts with an empty row of its own
-                rows.append(_beside(first, step.agent))
+                rows.append(beside(first, step.agent))
             rows[-1].role = step.agent
             name = f"{first.group}#{first.rollout}.{first.attempts}/{step.agent}"
             seats[step.agent] = Seat([rows[-1]], name, (key[0], key[1] ^ number))
@@ -132,7 +144,7 @@ class Agent:
         """Gives the seat a row of its own for what follows; the sampler lets the old one go."""
         self.sampler.release(seat.name)
         number = len(seat.rows)
-        row = _beside(rows[0], seat.trajectory.role)
+        row = beside(rows[0], seat.trajectory.role)
         row.segment = number
         rows.append(row)
         seat.rows.append(row)
@@ -168,7 +180,7 @@ class Agent:
         return answer
 
 
-def _beside(first: Trajectory, role: str) -> Trajectory:
+def beside(first: Trajectory, role: str) -> Trajectory:
     """An empty row of the same rollout."""
     row = Trajectory(first.task, first.seed, first.group, first.rollout, role=role, attempts=first.attempts)
     row.difficulty = first.difficulty

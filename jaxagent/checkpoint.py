@@ -19,6 +19,9 @@ class Checkpoints:
     def latest(self) -> int | None:
         return self._manager.latest_step()
 
+    def steps(self) -> list[int]:
+        return sorted(self._manager.all_steps())
+
     def save(self, step: int, trees: dict[str, Any], facts: dict[str, Any]) -> None:
         """Saves named trees of arrays and a JSON object under `step`, in the background."""
         items = {name: ocp.args.StandardSave(tree) for name, tree in trees.items()}

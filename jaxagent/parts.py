@@ -22,7 +22,7 @@ from flax import nnx
 from ml_collections import ConfigDict
 
 from jaxagent import config as configs
-from jaxagent.agent import Agent, Limits
+from jaxagent.agent import Agent, Limits, Player
 from jaxagent.alarms import Alarms
 from jaxagent.algos.table import Algorithm, Choice, choose
 from jaxagent.chat.family import template_of
@@ -30,6 +30,7 @@ from jaxagent.chat.history import ChatOptions
 from jaxagent.chat.template import Template
 from jaxagent.checkpoint import Checkpoints
 from jaxagent.critic import CriticOptions, critic_of
+from jaxagent.door.session import Slots
 from jaxagent.engine.engine import Engine, EngineOptions
 from jaxagent.engine.replicas import Replicas
 from jaxagent.envs import env as envs
@@ -39,6 +40,7 @@ from jaxagent.learner import Learner, LearnerOptions, OptimizerOptions, trained_
 from jaxagent.models import peft
 from jaxagent.models.adapters import fresh_adapters, is_adapter, lora_spec, merged
 from jaxagent.models.transformer import Decoder, DecoderConfig, Params, logical_axes, params_of
+from jaxagent.programs import Programs
 from jaxagent.rewards.shaping import Shaping
 from jaxagent.rollout import RolloutOptions, Rollouts
 from jaxagent.selection import FinetuneOptions
@@ -251,13 +253,19 @@ def read_token(path: str) -> str:
 
 
 @dataclass
-class Parts:
+class Learning:
+    """What is taught, and what of: without what plays."""
+
     world: envs.World
     template: Template
     decoder: DecoderConfig
     algorithm: Algorithm
     learner: Learner
     critic: Learner | None
+
+
+@dataclass
+class Parts(Learning):
     engines: Replicas
     rollouts: Rollouts
     sandbox: Sandbox
@@ -305,11 +313,16 @@ def build(config: ConfigDict, log: Path | None = None, *, with_critic: bool = Tr
         learner = Learner(decoder, start_weights(config, decoder, mesh), mesh, algorithm, learner_options)
         critic = critic_of(learner) if algorithm.critic and with_critic else None
         engine_options = EngineOptions(**config.engine, record_routing=config.learner.replay_routing)
+        by_program = getattr(world, "runs_program", False)
+        vocabulary = template.vocabulary() if by_program else None  # programs may ask for stop strings
         places = [place for place in mesh.replicas() if is_here(place)]
         spread = spread_weights(decoder, engine_options.dtype, mesh, places) if hosts.count > 1 else None
-        engines = Replicas([Engine(decoder, engine_options, place) for place in places], spread)
+        engines = Replicas([Engine(decoder, engine_options, place, vocabulary) for place in places], spread)
         undo.callback(engines.close)
-        agent = Agent(template, world.tools, engines, Limits(**config.agent))
+        limits = Limits(**config.agent)
+        agent: Player = Agent(template, world.tools, engines, limits)
+        if by_program:
+            agent = Programs(Slots(template, engines, engine_options.slots * len(engines.engines)), limits)
         rollouts = Rollouts(world, agent, sandbox.client, config.seed, RolloutOptions(**config.rollout))
         undo.pop_all()
     return Parts(world, template, decoder, algorithm, learner, critic, engines, rollouts, sandbox, hosts)
@@ -337,6 +350,20 @@ def spread_weights(
     """How published weights come to this host's engines. Adapters are merged there, in the precision that they have here."""
     axes = logical_axes(nnx.eval_shape(lambda: Decoder(decoder, nnx.Rngs(0))))
     return spread_fn(mesh, axes, None if decoder.lora else jnp.dtype(dtype), places)
+
+
+def learning(config: ConfigDict) -> Learning:
+    """The parts of a run that learn, on its mesh where this machine has the devices for it, else on one device."""
+    world = envs.find(config.env.name)(**config.env.options)
+    algorithm = choose(**config.algo)
+    template, decoder = policy_shape(config)
+    try:
+        mesh = DeviceMesh.build(**{axis: config.mesh[axis] for axis in AXES})
+    except ValueError:
+        mesh = DeviceMesh.build(data=1)
+    options = LearnerOptions(**config.learner, temperature=config.sampling.temperature)
+    learner = Learner(decoder, start_weights(config, decoder, mesh), mesh, algorithm, options)
+    return Learning(world, template, decoder, algorithm, learner, critic_of(learner) if algorithm.critic else None)
 
 
 def shaping_within(config: ConfigDict) -> Callable[..., Shaping]:

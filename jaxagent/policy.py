@@ -1,8 +1,9 @@
-"""A trained policy outside training: exported as a Hugging Face checkpoint, or asked one question."""
+"""A trained policy outside training: exported as a Hugging Face checkpoint, asked one question, or served to programs."""
 
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 from pathlib import Path
 
 import jax
@@ -15,6 +16,7 @@ from jaxagent.chat.family import template_of
 from jaxagent.chat.history import ChatOptions
 from jaxagent.chat.plain import tokenizer_files
 from jaxagent.checkpoint import Checkpoints
+from jaxagent.door.session import Rules, Slots
 from jaxagent.engine.engine import Engine, EngineOptions
 from jaxagent.learner import LearnerOptions, check_frozen, trained_of
 from jaxagent.models import hf, peft
@@ -22,6 +24,7 @@ from jaxagent.models.adapters import is_adapter, merged, unadapted
 from jaxagent.models.frozen import digest, join, split
 from jaxagent.models.transformer import Decoder, DecoderConfig, Params, logical_axes, params_of
 from jaxagent.parts import policy_shape, start_weights
+from jaxagent.serve import Address, ServeLimits, run
 from jaxagent.sharding import AXES, DeviceMesh
 from jaxagent.types import Message, SampleRequest, Sampling, sampling_key
 
@@ -114,3 +117,46 @@ def generate(checkpoint: str, prompt: str, temperature: float, max_tokens: int) 
         engine.close()
     print(template.text(sample.tokens))
     return 0
+
+
+@dataclass(frozen=True)
+class Serving:
+    """How much a server has room for, and how it computes."""
+
+    slots: int = 8
+    context: int = 4096
+    top_logprobs: int = 5
+    history: str = "keep"
+    dtype: str = "float32"
+
+    def engine(self) -> EngineOptions:
+        """Shapes for answers in small pieces; only rows and positions in use are computed."""
+        chunk = max(128, -(-self.context // 512) * 128)
+        return EngineOptions(
+            slots=self.slots,
+            slot_tokens=-(-self.context // chunk) * chunk,
+            decode_tokens=8,
+            append_rows=min(4, self.slots),
+            append_tokens=(32, 256),
+            chunk=chunk,
+            exact=False,
+            dtype=self.dtype,
+            top_logprobs=self.top_logprobs,
+            constraint_states=1024,
+        )
+
+
+def serve(checkpoint: str, name: str, serving: Serving, limits: ServeLimits, at: Address) -> int:
+    """The command `jaxagent serve`: answers the dialects of OpenAI and Anthropic with a checkpoint, or adapters on theirs."""
+    place = next(DeviceMesh.build().replicas())
+    policy = peft.load(checkpoint, place)
+    template = template_of(peft.base_of(checkpoint), ChatOptions(serving.history))
+    options = serving.engine()
+    engine = Engine(policy.config, options, place, template.vocabulary())
+    try:
+        engine.publish(params_of(policy)[1], version=0)
+        engine.warm_up().result()
+        slots = Slots(template, engine, options.slots)
+        return run(slots, Rules(options.slot_tokens), name or Path(checkpoint).resolve().name, limits, at)
+    finally:
+        engine.close()

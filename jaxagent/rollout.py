@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from jaxagent.agent import Agent
+from jaxagent.agent import Player
 from jaxagent.envs.env import Ablated, Env, Task, World
 from jaxagent.types import Sampling, StopReason, Trajectory, sampling_key
 
@@ -41,7 +41,7 @@ class RolloutOptions:
 class Rollouts:
     """Plays episodes of one world. `seed` and the episode's names fix every draw."""
 
-    def __init__(self, world: World, agent: Agent, sandbox: Callable[[], Any], seed: int, options: RolloutOptions):
+    def __init__(self, world: World, agent: Player, sandbox: Callable[[], Any], seed: int, options: RolloutOptions):
         """Args: sandbox: makes the sandbox client, called once inside the loop."""
         self.world, self.agent, self.seed, self.options = world, agent, seed, options
         self._nonce, self._attempts = secrets.token_hex(6), itertools.count()
@@ -79,6 +79,7 @@ class Rollouts:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await self.agent.close()
         if self._sandbox is not None:
             await self._sandbox.close()
 

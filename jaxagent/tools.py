@@ -75,13 +75,14 @@ def tool(function: Callable[..., Any], timeout_s: float = 10.0, pure: bool = Fal
         if inspect.iscoroutinefunction(function):
             value = await function(**arguments)
         else:
-            value = await _in_thread(functools.partial(function, **arguments))
+            value = await in_thread(functools.partial(function, **arguments))
         return value if isinstance(value, str) else json.dumps(value)
 
     return Tool(ToolSpec(function.__name__, summary, schema), run, timeout_s, pure)
 
 
-def _in_thread(work: Callable[[], Any]) -> asyncio.Future[Any]:
+def in_thread(work: Callable[[], Any]) -> asyncio.Future[Any]:
+    """Runs trusted code in a thread of its own: one that never ends holds up neither others nor the end of the process."""
     result: Future[Any] = Future()
     result.set_running_or_notify_cancel()  # so that a result that comes too late is no error
 

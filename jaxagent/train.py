@@ -25,12 +25,13 @@ from jaxagent.checkpoint import Checkpoints
 from jaxagent.credit import group_metrics, sampling_metrics
 from jaxagent.critic import CriticOptions, begin_again
 from jaxagent.data.store import Store, audit
+from jaxagent.engine.replicas import Replicas
 from jaxagent.evaluate import evaluate
 from jaxagent.feed import Feed, FeedOptions, has_signal, stream_of
-from jaxagent.hosts import here, join
+from jaxagent.hosts import ALONE, Hosts, here, join
 from jaxagent.learner import OptimizerOptions
 from jaxagent.metrics import Clock, Mean, Metrics, peak_bytes, read
-from jaxagent.parts import Parts, build, faults, shaping_within, use_devices
+from jaxagent.parts import Learning, Parts, build, faults, shaping_within, use_devices
 from jaxagent.progress import Progress
 from jaxagent.rewards.shaping import components
 from jaxagent.types import Group, Sampling, Trajectory
@@ -57,25 +58,40 @@ class Alarmed(Exception):
 FAULTS = (Broken, Alarmed, SandboxStartError, InfrastructureError)  # told in a sentence by the command line
 
 
-class Run:
-    """A run's place: its files, its step, and what a checkpoint holds besides weights."""
+class Course:
+    """What learns in a run, at which step it is, and what it is restored from."""
 
-    def __init__(self, config: ConfigDict, workdir: Path, parts: Parts, progress: Progress):
-        self.config, self.workdir, self.parts, self.progress = config, workdir, parts, progress
-        self.hosts = parts.hosts
-        self.metrics = Metrics(workdir / "metrics.jsonl", writes=self.hosts.first)
-        own = "" if self.hosts.first else f"host-{self.hosts.index}"  # every host keeps the trajectories that it played
+    def __init__(self, config: ConfigDict, workdir: Path, parts: Learning, hosts: Hosts = ALONE):
+        self.config, self.workdir, self.parts, self.hosts = config, workdir, parts, hosts
+        own = "" if hosts.first else f"host-{hosts.index}"  # every host keeps the trajectories that it played
         self.store = Store(workdir / "trajectories" / own)
         self.checkpoints = Checkpoints(workdir / "checkpoints", config.checkpoint.keep)
+        self.shaping = shaping_within(config)(**config.reward)
+        self.baselines: dict[str, float] = {}  # moving means of the roles' returns, for algorithms that have them
+        self.step = 0  # warm-up steps first, then training steps: one axis
+
+    def critic_state(self) -> dict[str, Any]:
+        """What a checkpoint holds of the critic: nothing before reinforcement, where it begins as a copy of the policy."""
+        if self.parts.critic is None or self.step <= self.config.warmup.steps:
+            return {}
+        return {f"critic_{name}": tree for name, tree in self.parts.critic.state().items()}
+
+
+class Run(Course):
+    """A run's place: its files, and what a checkpoint holds besides weights."""
+
+    parts: Parts
+
+    def __init__(self, config: ConfigDict, workdir: Path, parts: Parts, progress: Progress):
+        super().__init__(config, workdir, parts, parts.hosts)
+        self.progress = progress
+        self.metrics = Metrics(workdir / "metrics.jsonl", writes=self.hosts.first)
         self.clock = Clock()
         self.results: dict[str, Any] = {}  # evaluations, as they stand in eval.json
         options = FeedOptions(**config.feed)
         tasks = stream_of(parts.world, config.seed, options)
         self.feed = Feed(parts.world, tasks, parts.rollouts, Sampling(**config.sampling), options, self.hosts)
-        self.shaping = shaping_within(config)(**config.reward)
         self.alarms = Alarms(**config.alarms, tools=bool(parts.world.tools))
-        self.baselines: dict[str, float] = {}  # moving means of the roles' returns, for algorithms that have them
-        self.step = 0  # warm-up steps first, then training steps: one axis
         self.stopping = False
 
     def save(self) -> None:
@@ -88,12 +104,6 @@ class Run:
         facts |= {"feed": self.feed.state(), "baselines": self.baselines, "results": self.results}
         with self.clock.part("checkpoint"):
             self.checkpoints.save(self.step, {**learner.state(), **self.critic_state()}, facts)
-
-    def critic_state(self) -> dict[str, Any]:
-        """What a checkpoint holds of the critic: nothing before reinforcement, where it begins as a copy of the policy."""
-        if self.parts.critic is None or self.step <= self.config.warmup.steps:
-            return {}
-        return {f"critic_{name}": tree for name, tree in self.parts.critic.state().items()}
 
     def record(self, name: str, table: dict[str, Any]) -> None:
         """Keeps an evaluation in eval.json, whole or not at all."""
@@ -206,23 +216,30 @@ def resume(run: Run) -> None:
     run.progress.say(f"compiled in {run.clock.parts['compile']:.1f} s")
     latest = run.checkpoints.latest()
     if latest is not None:
-        facts = run.checkpoints.facts(latest)
-        if facts["step"] > warmup:
-            begin_training(run)
-        run.step = facts["step"]
-        ours, critics = learner.state(), run.critic_state()
-        trees = run.checkpoints.trees(latest, {**ours, **critics})
-        learner.restore({name: trees[name] for name in ours}, facts["updates"])
-        if run.parts.critic and critics:
-            state = {name.removeprefix("critic_"): trees[name] for name in critics}
-            run.parts.critic.restore(state, facts["critic_updates"])
-        if facts["step"] == warmup:  # what was saved are the moments of the warm-up
-            begin_training(run)
+        facts = restore(run, latest)
         run.feed.restore(facts["feed"])
-        run.baselines, run.results = facts["baselines"], facts["results"]
+        run.results = facts["results"]
         run.progress.say(f"resumed at step {run.step}")
     recall(run)
     run.parts.engines.publish(learner.params, version=max(0, run.step - warmup))
+
+
+def restore(run: Course, at: int) -> dict[str, Any]:
+    """Takes up a checkpoint; returns its facts."""
+    learner, warmup, facts = run.parts.learner, run.config.warmup.steps, run.checkpoints.facts(at)
+    if facts["step"] > warmup:
+        begin_training(run)
+    run.step = facts["step"]
+    ours, critics = learner.state(), run.critic_state()
+    trees = run.checkpoints.trees(at, {**ours, **critics})
+    learner.restore({name: trees[name] for name in ours}, facts["updates"])
+    if run.parts.critic and critics:
+        state = {name.removeprefix("critic_"): trees[name] for name in critics}
+        run.parts.critic.restore(state, facts["critic_updates"])
+    if facts["step"] == warmup:  # what was saved are the moments of the warm-up
+        begin_training(run)
+    run.baselines = facts["baselines"]
+    return facts
 
 
 def recall(run: Run) -> None:
@@ -232,7 +249,7 @@ def recall(run: Run) -> None:
         run.alarms.look(record)
 
 
-def begin_training(run: Run) -> None:
+def begin_training(run: Course) -> None:
     """New moments for both, a critic that starts from the policy as it is now, and the policy kept that it is held to."""
     c, learner, critic = run.config, run.parts.learner, run.parts.critic
     optimizer, updates = OptimizerOptions(**c.optimizer), c.train.steps * c.train.minibatches
@@ -286,7 +303,7 @@ def train(run: Run) -> None:
     run.progress.start("step", run.step - first)
     while run.step < first + c.train.steps:
         step = run.step - first
-        update = next_update(run, step)
+        update = next_update(run, step, parts.engines)
         # Rollouts: every group of this step is sampled from the weights published last, or ones older by feed.max_staleness.
         with run.clock.part("rollout"):
             groups, sampled = run.feed.take(
@@ -312,16 +329,16 @@ def train(run: Run) -> None:
         run.done(values)
 
 
-def next_update(run: Run, step: int) -> Update:
+def next_update(course: Course, step: int, engines: Replicas) -> Update:
     """The update of a step, to which groups are added while others are played."""
-    c, parts = run.config, run.parts
+    c, parts = course.config, course.parts
     options = UpdateOptions(c.train.minibatches, c.train.old_logprob, ordered=c.engine.exact)
     moves = parts.critic is None or step >= c.critic.warmup_steps
-    draw: dict[str, Any] = {"place": (c.seed, step), "baselines": run.baselines, "policy_moves": moves, "hosts": run.hosts}
-    return Update(parts.learner, parts.critic, parts.engines, options, **draw)
+    draw: dict[str, Any] = {"place": (c.seed, step), "baselines": course.baselines, "hosts": course.hosts}
+    return Update(parts.learner, parts.critic, engines, options, policy_moves=moves, **draw)
 
 
-def shaper(run: Run, progress: float) -> Callable[[Group], None] | None:
+def shaper(run: Course, progress: float) -> Callable[[Group], None] | None:
     """What shapes the rewards of this step's groups, if anything does; `progress` is how far the run is."""
     return (lambda group: run.shaping.apply(group, progress)) if run.shaping.active else None
 
@@ -357,10 +374,6 @@ def described(run: Run, groups: Sequence[Group]) -> dict[str, float]:
     since = run.clock.lap()  # of groups ahead of their step something is sampled all the time
     seconds = since if run.config.feed.max_staleness else run.clock.parts["rollout"]
     values = {
-        "reward/mean": mean(row.reward for row in once),
-        "reward/outcome": mean(row.outcome for row in once),
-        "reward/success": mean(row.solved for row in once),
-        "reward/informative_groups": mean(has_signal(group) for group in groups if group.trajectories),
         "rollout/turns": Mean(len(turns), len(once)),
         "rollout/tokens": Mean(sampled, len(once)),
         "rollout/entropy": Mean(-sum(sum(row.logprob) for row in good), sampled),
@@ -380,11 +393,23 @@ def described(run: Run, groups: Sequence[Group]) -> dict[str, float]:
         "sandbox/restarts": float(run.parts.sandbox.restarts),
     }
     values |= sampling_metrics(good, run.step - run.config.warmup.steps)
-    values |= {f"reward/{name}": value for name, value in components(good).items()}
+    values |= rewards(groups, good)
     stops = run.hosts.gather(sorted({row.stop for row in rows}))
     for stop in sorted({stop for of_host in stops for stop in of_host}):
         values[f"rollout/stop_{stop}"] = mean(row.stop == stop for row in rows)
     return values
+
+
+def rewards(groups: Sequence[Group], good: Sequence[Trajectory]) -> dict[str, float]:
+    """What a step's groups earned; `good` are their rows that count."""
+    once = [row for row in good if not row.segment]
+    values = {
+        "reward/mean": mean(row.reward for row in once),
+        "reward/outcome": mean(row.outcome for row in once),
+        "reward/success": mean(row.solved for row in once),
+        "reward/informative_groups": mean(has_signal(group) for group in groups if group.trajectories),
+    }
+    return values | {f"reward/{name}": value for name, value in components(good).items()}
 
 
 def show(run: Run, step: int, values: dict[str, float]) -> None:

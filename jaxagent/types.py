@@ -8,7 +8,7 @@ opens the tool result is not.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any, Protocol, TypeAlias
@@ -163,6 +163,7 @@ class SampleRequest:
         key: two uint32; the draw for position p is folded from it and p, so it depends on nothing else.
         stop: token ids that end the turn; the stop token belongs to the turn.
         group: trajectories of one group share their first request's tokens, which are prefilled once.
+        hear: called in the caller's loop with all tokens of the turn so far, whenever there are more.
     """
 
     trajectory: str
@@ -172,6 +173,7 @@ class SampleRequest:
     stop: tuple[int, ...]
     sampling: Sampling = Sampling()
     group: str = ""
+    hear: Callable[[list[int]], None] | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True)

@@ -19,12 +19,12 @@ STORIES = ("jaxagent.train", "jaxagent.finetune")
 FLOORS = (
     "types metrics alarms progress config sharding hosts compiled algos",
     "rewards tools toolbox chat data view models checkpoint objective",
-    "credit selection envs engine learner critic",
+    "credit selection envs engine learner critic door",
     "agent",
-    "rollout",
-    "feed serve",
+    "rollout serve",
+    "feed programs",
     "parts evaluate policy supervised update",
-    "train finetune",
+    "train finetune replay",
     "__main__",
 )
 FLOOR = {name: number for number, names in enumerate(FLOORS) for name in names.split()}
@@ -39,12 +39,15 @@ HOST = {
     "rollout",
     "feed",
     "serve",
+    "door",
+    "programs",
     "data",
     "view",
     "metrics",
     "config",
 }
-KNOW_THE_CONFIG = {"config", "parts", "evaluate", "plan", "policy", "view", "train", "finetune", "__main__"}
+KNOW_THE_CONFIG = {"config", "parts", "evaluate", "plan", "policy", "view", "train", "finetune", "replay", "__main__"}
+KNOW_THE_CONFIG = {"config", "parts", "evaluate", "policy", "view", "train", "finetune", "replay", "__main__"}
 
 
 def modules(package: str) -> dict[str, Path]:

@@ -36,6 +36,9 @@ class ScriptedSampler:
         row += request.tokens
         turn = self.write(self.template.text(row), request)
         tokens = list(await turn if inspect.isawaitable(turn) else turn)[: request.sampling.max_tokens]
+        for n in range(len(tokens)) if request.hear else ():
+            request.hear(tokens[: n + 1])
+            await asyncio.sleep(0)
         row += tokens
         logprobs = [-0.25 * (i + 1) for i in range(len(tokens))]
         stopped = bool(tokens) and tokens[-1] in request.stop

@@ -21,6 +21,7 @@ from jaxagent.types import Constraint, Message, ToolCall, ToolSpec, Vocabulary
 CONTROL = ("<pad>", "<system>", "<user>", "<result>", "<turn>", "<call>", "</call>", "<eos>")
 PAD, SYSTEM, USER, RESULT, TURN, CALL, END_CALL, EOS = range(256, 264)
 _HEADER = {"system": SYSTEM, "user": USER, "tool": RESULT}
+_CONTROL = re.compile("(" + "|".join(map(re.escape, CONTROL)) + ")")
 _NAMED = re.compile(r"([A-Za-z_]+)\s?(.*)", re.DOTALL)
 
 
@@ -78,6 +79,10 @@ class PlainTemplate:
 
     def constraint(self, tools: Sequence[ToolSpec]) -> Constraint:
         raise ValueError("calls of the plain template have no schema to be held to: their arguments are texts")
+
+    def raw(self, text: str) -> list[int]:
+        pieces = _CONTROL.split(text)
+        return [i for piece in pieces for i in ([256 + CONTROL.index(piece)] if piece in CONTROL else piece.encode())]
 
     def text(self, ids: Sequence[int]) -> str:
         parts = [bytes([i]) if i < 256 else CONTROL[i - 256].encode() for i in ids]

@@ -50,6 +50,10 @@ class Template(Protocol):
         """The ids for human eyes, control tokens visible."""
         ...
 
+    def raw(self, text: str) -> list[int]:
+        """A whole context that its writer has marked up: names of control tokens are control tokens. Never for messages."""
+        ...
+
     def vocabulary(self) -> Vocabulary:
         """What every id says, for a sampler that looks for texts or holds turns to a form."""
         ...

@@ -115,6 +115,9 @@ class TokenizerTemplate:
         # Some tokenizers ask for spaces before punctuation to be taken out: a text must be what its ids say.
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
+    def raw(self, text: str) -> list[int]:
+        return list(self.tokenizer.encode(text))
+
     def vocabulary(self) -> Vocabulary:
         return vocabulary_of(self.tokenizer, self._control_tokens)
 

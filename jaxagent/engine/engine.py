@@ -391,8 +391,7 @@ class Engine:
     ) -> None:
         """Hands the emitted tokens, each row's at its place, to the rows, and answers the turns that ended."""
         answers: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Future, Sample]]] = {}
-        counts = (tokens_WN >= 0).sum(axis=1).tolist()
-        tokens, logprobs = tokens_WN.tolist(), logprobs_WN.tolist()
+        counts, tokens, logprobs = (x.tolist() for x in ((tokens_WN >= 0).sum(axis=1), tokens_WN, logprobs_WN))
         for row, at in zip(rows, places, strict=True):
             assert row.request is not None
             n = counts[at]
@@ -403,6 +402,8 @@ class Engine:
                 row.routing.append(routing_WN[at, :n])
             self._stats.sampled += n
             end = end_of(row.tokens, len(row.tokens) - n, row.request, self.controls.pieces)
+            if row.request.hear:
+                _tell(row.ticket[0], row.request.hear, row.tokens[:end])
             if end is not None or len(row.tokens) == row.request.sampling.max_tokens:
                 if row.request.sampling.stop_strings:  # the device knows nothing of them: it is told to stop
                     self._freeze(row)
@@ -412,8 +413,7 @@ class Engine:
             tell(loop, resolve, batch)
 
     def _freeze(self, row: Row) -> None:
-        self._armed["mask"][row.slot] = True
-        self._armed["live"][row.slot] = False
+        self._armed["mask"][row.slot], self._armed["live"][row.slot] = True, False
         # Zeros would be read as greedy and as a nucleus, and all rows would pay for these.
         self._armed["temperature"][row.slot] = self._armed["top_p"][row.slot] = 1.0
 

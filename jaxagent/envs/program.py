@@ -1,0 +1,194 @@
+"""`program`: an episode is a run of the user's own agent program, which asks the policy through the OpenAI-compatible door.
+
+The program is code of the user's and runs as the trainer does: a command, or a Python function. It is given one task of
+another world and the address of a door of its own, plays however it likes, and in the end says what it has earned.
+
+A command gets the task as JSON on its standard input and OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL,
+ANTHROPIC_API_KEY in its environment; the last line of its output that is a JSON object says {"reward": 1.0, "reason": "..."},
+with "parts" and "checks" as in `Step` if it likes. A function is called as f(task, base_url, api_key), in a thread of its own
+unless it is async, and returns the same, or a number. With a `verifier`, the reward is what verifier(task, said) returns:
+`said` is that object, with "exit_code" and "output" of a command.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import inspect
+import json
+import os
+import random
+import runpy
+import signal
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxagent.envs.env import Env, Step, Task, find, size_of
+from jaxagent.tools import in_thread
+from jaxagent.types import Message
+
+KEPT_BYTES = 1 << 20  # of a command's output; what came before is forgotten
+
+
+class ProgramFailed(Exception):
+    """The program ended without saying what it has earned."""
+
+
+@dataclass(frozen=True)
+class Door:
+    """Where a program finds the policy: `{url}/v1` for OpenAI's clients, `url` for Anthropic's."""
+
+    url: str
+    key: str
+
+    def environment(self) -> dict[str, str]:
+        openai = {"OPENAI_BASE_URL": f"{self.url}/v1", "OPENAI_API_KEY": self.key}
+        return {**openai, "ANTHROPIC_BASE_URL": self.url, "ANTHROPIC_API_KEY": self.key}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a program earned, and why."""
+
+    reward: float
+    reason: str = ""
+    parts: dict[str, float] = field(default_factory=dict)
+    checks: dict[str, float] = field(default_factory=dict)
+
+
+class ProgramWorld:
+    """The world. Its tasks and demonstrations are those of another one.
+
+    Options: `command`, or `function` as module:name or file.py:name; `verifier` likewise; `world` and `inner`, the world whose
+    tasks are played and its options.
+    """
+
+    functions = ""
+    runs_program = True
+
+    def __init__(
+        self,
+        command: tuple[str, ...] = (),
+        function: str = "",
+        verifier: str = "",
+        world: str = "chain",
+        inner: Mapping[str, Any] | None = None,
+    ):
+        if bool(command) == bool(function):
+            raise ValueError("env.options: give command or function, the program that plays an episode, and not both")
+        self.command = tuple(command)
+        self.function = load(function, "function") if function else None
+        self.verifier = load(verifier, "verifier") if verifier else None
+        self.inner = find(world)(**dict(inner or {}))
+        self.tools = self.inner.tools
+        self.sizes = {split: size_of(self.inner, split) for split in ("train", "demo", "valid", "test")}
+        if hasattr(self.inner, "demonstrate"):
+            self.demonstrate = self._demonstrate
+
+    def task(self, split: str, index: int) -> Task:
+        return self.inner.task(split, index)
+
+    def episode(self, name: str, sandbox: Any) -> Env:
+        return ProgramEpisode(self)
+
+    def _demonstrate(self, task: Task, rng: random.Random) -> list[Message]:
+        return self.inner.demonstrate(task, rng)
+
+
+class ProgramEpisode:
+    """One run of the program."""
+
+    def __init__(self, world: ProgramWorld):
+        self.world = world
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def run(self, task: Task, door: Door) -> Outcome:
+        """Runs the program to its end. Raises ProgramFailed, or what a function raises."""
+        said = await self._call(task, door) if self.world.function else await self._spawn(task, door)
+        if self.world.verifier is None:
+            return outcome_of(said)
+        verify, arguments = self.world.verifier, (task, said)
+        judged = (
+            await verify(*arguments) if inspect.iscoroutinefunction(verify) else await in_thread(lambda: verify(*arguments))
+        )
+        return outcome_of(judged)
+
+    async def _call(self, task: Task, door: Door) -> Any:
+        function = self.world.function
+        assert function is not None
+        arguments = task, f"{door.url}/v1", door.key
+        if inspect.iscoroutinefunction(function):
+            return await function(*arguments)
+        return await in_thread(lambda: function(*arguments))
+
+    async def _spawn(self, task: Task, door: Door) -> dict[str, Any]:
+        pipe, environment = asyncio.subprocess.PIPE, {**os.environ, **door.environment()}
+        self._process = process = await asyncio.create_subprocess_exec(
+            *self.world.command, stdin=pipe, stdout=pipe, stderr=pipe, env=environment, start_new_session=True
+        )
+        assert process.stdin and process.stdout and process.stderr
+        with contextlib.suppress(ConnectionError):  # a program may not care for its input
+            process.stdin.write(json.dumps(task).encode() + b"\n")
+            await process.stdin.drain()
+            process.stdin.close()
+        output, errors, code = await asyncio.gather(_tail(process.stdout), _tail(process.stderr), process.wait())
+        said = last_object(output)
+        if said is None and (code or self.world.verifier is None):
+            raise ProgramFailed(f"{self.world.command[0]} ended with {code} and said no reward: {errors[-300:].strip()}")
+        return {**(said or {}), "exit_code": code, "output": output}
+
+    async def close(self) -> None:
+        """Ends the program and all that it started."""
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            await self._process.wait()
+
+    async def reset(self, task: Task, seed: int) -> Step:
+        return Step(truncated=True, error="an episode of this world is run by its program, not step by step")
+
+    async def step(self, action: Message) -> Step:
+        return await self.reset({}, 0)
+
+
+async def _tail(stream: asyncio.StreamReader) -> str:
+    kept = b""
+    while more := await stream.read(1 << 16):
+        kept = (kept + more)[-KEPT_BYTES:]
+    return kept.decode(errors="replace")
+
+
+def last_object(output: str) -> dict[str, Any] | None:
+    """The last line that is a JSON object."""
+    for line in reversed(output.splitlines()):
+        if line.lstrip().startswith("{"):
+            with contextlib.suppress(ValueError):
+                if isinstance(found := json.loads(line), dict):
+                    return found
+    return None
+
+
+def outcome_of(said: Any) -> Outcome:
+    """What a program or a verifier said. Raises ProgramFailed where it is no reward."""
+    if isinstance(said, int | float):
+        return Outcome(float(said))
+    try:
+        parts, checks = ({str(k): float(v) for k, v in dict(said.get(name, {})).items()} for name in ("parts", "checks"))
+        return Outcome(float(said["reward"]), str(said.get("reason", "")), parts, checks)
+    except (AttributeError, KeyError, TypeError, ValueError):
+        raise ProgramFailed(f'a number or {{"reward": ...}} is wanted, the program said {said!r:.200}') from None
+
+
+def load(name: str, option: str) -> Callable[..., Any]:
+    """The function `module:name` or `file.py:name`."""
+    module, _, function = name.rpartition(":")
+    try:
+        there = runpy.run_path(module) if module.endswith(".py") else vars(importlib.import_module(module))
+        return there[function]
+    except (ImportError, OSError, KeyError, ValueError) as error:
+        raise ValueError(f"env.options.{option}={name!r}: module:name or file.py:name is wanted: {error!r}") from None
+
+
+make_world = ProgramWorld

@@ -1,0 +1,309 @@
+"""Episodes that are runs of programs: what is sampled behind the door becomes rows, and weighs the same however it is split."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from asking import result, user
+from scripted import ScriptedSampler, script
+
+from jaxagent.agent import Limits
+from jaxagent.algos.table import choose
+from jaxagent.chat.plain import EOS, PlainTemplate
+from jaxagent.credit import training_rows
+from jaxagent.data.pack import pack
+from jaxagent.data.store import audit
+from jaxagent.door.session import Slots
+from jaxagent.envs.env import Ablated
+from jaxagent.envs.program import ProgramEpisode, ProgramFailed, ProgramWorld, last_object, outcome_of
+from jaxagent.objective import PolicyObjective
+from jaxagent.programs import Programs
+from jaxagent.rollout import RolloutOptions, Rollouts
+from jaxagent.types import Group, Message, Sample, Sampling, StopReason, ToolCall, Trajectory
+
+TEMPLATE = PlainTemplate()
+LOOK_UP = Path(__file__).parents[1] / "configs" / "programs" / "look_up.py"
+CALL = Message("assistant", calls=(ToolCall("A", {"key": "37"}),))
+TOOLS = [{"type": "function", "function": {"name": "A", "parameters": {"type": "object", "properties": {"key": {}}}}}]
+TASK = {"id": "chain/train/5", "seed": 5, "difficulty": "", "question": "37A"}
+
+Program = Callable[[Any, str, str], Any]
+
+
+def ask(url: str, key: str, messages: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+    body = json.dumps({"messages": messages, "tools": TOOLS, **more}).encode()
+    headers = {"Authorization": f"Bearer {key}"}
+    with urllib.request.urlopen(urllib.request.Request(f"{url}/chat/completions", body, headers)) as reply:
+        return dict(json.load(reply)["choices"][0]["message"])
+
+
+def world_of(program: Program) -> ProgramWorld:
+    """The world of a function of this file; by name, as users give it, in another test."""
+    world = ProgramWorld(function=f"{LOOK_UP}:agent")
+    world.function = program
+    return world
+
+
+def play(
+    world: ProgramWorld, sampler: ScriptedSampler, *, capacity: int = 8, ablated: bool = False, **limits: int
+) -> list[Trajectory]:
+    """One episode; what is true of every row is checked."""
+
+    async def whole() -> list[Trajectory]:
+        programs = Programs(Slots(TEMPLATE, sampler, capacity), Limits(**{"max_turns": 8, "max_tokens": 300, **limits}))
+        rows = [Trajectory(TASK["id"], TASK["seed"], "group", 0)]
+        episode = world.episode("", None)
+        try:
+            await programs.play(Ablated(episode) if ablated else episode, TASK, rows, (1, 2), Sampling(max_tokens=30))
+        finally:
+            await episode.close()
+            await programs.close()
+        return rows
+
+    rows = asyncio.run(whole())
+    assert [audit(row) for row in rows] == [""] * len(rows)
+    assert sampler.rows == {}
+    return rows
+
+
+def linear(task: Any, url: str, key: str) -> float:
+    """Two calls of a tool and an answer, in one conversation."""
+    messages = [user("37A")]
+    for _ in range(3):
+        messages.append(ask(url, key, messages))
+        messages += [result(call["id"], "52") for call in messages[-1].get("tool_calls") or ()]
+    return 1.0
+
+
+def words(*said: Message) -> ScriptedSampler:
+    """A policy that takes these turns in the order in which it is asked, in whatever rows."""
+    turns = iter(said)
+    return ScriptedSampler(TEMPLATE, lambda text, request: TEMPLATE.turn(next(turns)))
+
+
+def test_calls_of_one_conversation_are_one_row_exactly_as_an_agent_would_have_it() -> None:
+    sampler = words(CALL, CALL, Message("assistant", "52"))
+    (row,) = play(world_of(linear), sampler)
+    first = TEMPLATE.prompt([user_message("37A")], ())
+    told = [*first, *TEMPLATE.turn(CALL), *TEMPLATE.extend([Message("tool", "52")]), *TEMPLATE.turn(CALL)]
+    told += [*TEMPLATE.extend([Message("tool", "52")]), *b"52", EOS]
+    assert row.tokens == told
+    assert (len(row.turns), row.stop, row.reward) == (3, StopReason.ANSWERED, 1.0)
+    assert [turn.reward for turn in row.turns] == [0.0, 0.0, 1.0]
+    assert [(t.name, t.arguments, t.result) for t in row.turns[0].tools] == [("A", {"key": "37"}, "52")]
+    assert {version for version, sampled in zip(row.version, row.mask, strict=True) if sampled} == {7}
+    assert [r.start for r in sampler.requests] == [0, *(turn.fed_start for turn in row.turns[1:])]
+    assert len({request.key for request in sampler.requests}) == 1  # a row's draws differ by position
+
+
+def user_message(text: str) -> Message:
+    return Message("user", text)
+
+
+def test_a_row_that_the_sampler_let_go_is_still_one_row() -> None:
+    def busy(task: Any, url: str, key: str) -> float:
+        first = ask(url, key, [user("a")])
+        ask(url, key, [user("b")])  # with room for one row only, this takes the first one's
+        ask(url, key, [user("a"), first, user("c")])
+        return 1.0
+
+    sampler = words(*(Message("assistant", word) for word in ("one", "two", "three")))
+    rows = play(world_of(busy), sampler, capacity=1)
+    assert [len(row.turns) for row in rows] == [2, 1]
+    assert sampler.requests[2].start == 0  # all of it was fed again
+    assert rows[0].turns[1].fed_start == rows[0].turns[0].end
+
+
+def test_a_rewritten_context_and_a_sub_agent_are_segments_of_one_rollout() -> None:
+    def compacting(task: Any, url: str, key: str) -> dict[str, Any]:
+        first = ask(url, key, [user("long"), {"role": "assistant", "content": "x"}, user("37A")])
+        ask(url, key, [user("a sub-agent's question")])
+        ask(url, key, [user("in short: " + str(first["content"]))])
+        return {"reward": 1.5, "parts": {"outcome": 1.0, "form": 0.5}, "reason": "so"}
+
+    rows = play(world_of(compacting), words(*(Message("assistant", word) for word in ("one", "two", "three"))))
+    assert [row.segment for row in rows] == [0, 1, 2]
+    assert [row.reward for row in rows] == [1.5] * 3 and [row.outcome for row in rows] == [1.0] * 3
+    assert rows[2].turns[0].reason == "so" and rows[2].turns[0].parts == {"outcome": 1.0, "form": 0.5}
+    assert not any(rows[0].mask[: rows[0].turns[0].start])  # the turn of another assistant is context
+
+
+def test_draws_do_not_depend_on_the_order_of_calls_side_by_side() -> None:
+    def keys(order: str) -> list[tuple[tuple[int, ...], tuple[int, int]]]:
+        def program(task: Any, url: str, key: str) -> float:
+            for word in order:
+                ask(url, key, [user(word)])
+            return 0.0
+
+        sampler = words(*[Message("assistant", "x")] * 3)
+        play(world_of(program), sampler)
+        return sorted((request.tokens, request.key) for request in sampler.requests)
+
+    assert keys("ab") == keys("ba")
+    assert len({key for _, key in keys("aba")}) == 3  # the same question again is drawn anew
+
+
+def test_a_program_that_asks_too_much_is_refused_and_what_it_had_counts() -> None:
+    def endless(task: Any, url: str, key: str) -> float:
+        while True:
+            ask(url, key, [user("again")])
+
+    def stubborn(task: Any, url: str, key: str) -> float:
+        try:
+            return endless(task, url, key)
+        except urllib.error.HTTPError as error:
+            assert json.load(error)["error"]["code"] == "budget"
+            raise ProgramFailed("no more calls") from None
+
+    rows = play(world_of(stubborn), words(*[Message("assistant", "x")] * 9), max_turns=2)
+    assert {row.stop for row in rows} == {StopReason.MAX_TURNS}
+    assert sum(len(row.turns) for row in rows) == 2 and rows[0].reward == 0.0
+
+
+def test_training_samples_as_the_run_says_and_holds_nothing_to_a_form() -> None:
+    def wishful(task: Any, url: str, key: str) -> float:
+        ask(url, key, [user("q")], temperature=0.1, top_p=0.5, max_tokens=7, stop=["zz"])
+        with pytest.raises(urllib.error.HTTPError, match="400"):
+            ask(url, key, [user("q")], tool_choice="required")
+        return 0.0
+
+    sampler = words(Message("assistant", "x"))
+    play(world_of(wishful), sampler)
+    assert sampler.requests[0].sampling == Sampling(max_tokens=7, stop_strings=("zz",))
+
+
+def test_what_tools_say_is_hidden_from_an_ablated_policy() -> None:
+    sampler = words(CALL, CALL, Message("assistant", "52"))
+    play(world_of(linear), sampler, ablated=True)
+    assert TEMPLATE.text(sampler.requests[1].tokens) == "<result>..<turn>"
+
+
+def played(world: ProgramWorld, *, turn: Message = Message("assistant", "52"), **options: Any) -> list[Trajectory]:  # noqa: B008
+    programs = Programs(Slots(TEMPLATE, script(TEMPLATE, turn), 4), Limits(8, 300))
+    rollouts = Rollouts(world, programs, lambda: None, 0, RolloutOptions(attempts=1, **options))
+    try:
+        futures: list[list[Future[list[Trajectory]]]] = rollouts.play([("g", TASK)], 2, Sampling(max_tokens=9))
+        return [row for future in futures[0] for row in future.result()]
+    finally:
+        rollouts.close()
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The example imports the tables of its world, as from an installed jaxagent."""
+    monkeypatch.setenv("PYTHONPATH", str(LOOK_UP.parents[2]))
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_command_plays_through_its_environment_and_its_last_line_counts() -> None:
+    rows = played(ProgramWorld(command=(sys.executable, str(LOOK_UP))))
+    assert [(row.stop, row.error) for row in rows] == [(StopReason.ANSWERED, "")] * 2
+    assert all(row.turns[0].reason.startswith("answered '52', right was") for row in rows)
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_verifier_has_the_last_word() -> None:
+    world = ProgramWorld(command=(sys.executable, str(LOOK_UP)))
+    world.verifier = lambda task, said: {"reward": 0.25, "reason": f"{task['id']} {said['exit_code']} {said['reward']:g}"}
+    assert {row.reward for row in played(world)} == {0.25}
+
+
+@pytest.mark.parametrize(
+    ("program", "words"),
+    [
+        ("import sys; sys.exit('no luck')", "ended with 1 and said no reward: no luck"),
+        ("print('done')", "ended with 0 and said no reward"),
+        ("print('{\"reward\": 1}')", "ended without asking the policy anything"),
+        ("import time; time.sleep(99)", "no end within 1 s"),
+    ],
+)
+def test_a_program_that_fails_teaches_nothing(program: str, words: str) -> None:
+    rows = played(ProgramWorld(command=(sys.executable, "-c", program)), deadline_s=1.0)
+    assert {row.stop for row in rows} == {StopReason.INFRA_FAILURE}
+    assert all(words in row.error for row in rows)
+
+
+def sampled(row: Trajectory, fed: list[int], tokens: list[int], reward: float = 0.0) -> None:
+    before = len(row.tokens)
+    row.feed(fed)
+    logprobs = [-1.0 - 0.1 * token for token in tokens]
+    row.sampled(Sample(tokens, logprobs, [0] * len(tokens), True, before, fed), "", "").reward = reward
+
+
+def rollout(number: int, *segments: list[tuple[list[int], list[int]]]) -> list[Trajectory]:
+    """Rows of turns (fed, sampled); the first rollout's last turn earns 1."""
+    rows = [Trajectory("t", 0, "g", number, segment=i, stop=StopReason.ANSWERED) for i, _ in enumerate(segments)]
+    for row, turns in zip(rows, segments, strict=True):
+        for fed, tokens in turns:
+            sampled(row, fed, tokens)
+    rows[-1].turns[-1].reward = 1.0 - number
+    for row in rows[:-1]:
+        row.elsewhere = 1.0 - number
+    return rows
+
+
+@jax.jit
+def outputs_of(weights: dict[str, jax.Array], tokens: jax.Array, segment: jax.Array) -> dict[str, jax.Array]:
+    """A model in which every token depends on all before it in its row."""
+    t = jnp.arange(tokens.shape[1])
+    seen = (segment[:, :, None] == segment[:, None, :]) & (t[:, None] > t)
+    hidden = jnp.tanh(jnp.where(seen, 0.7 ** (t[:, None] - t), 0.0) @ weights["embed"][tokens])
+    logp = jax.nn.log_softmax(hidden @ weights["head"])
+    logprob = jnp.take_along_axis(logp, tokens[..., None], -1)[..., 0]
+    return {"logprob": logprob, "entropy": -(jnp.exp(logp) * logp).sum(-1)}
+
+
+def gradient(rows: list[Trajectory], aggregate: str) -> np.ndarray:
+    algorithm = choose(name="grpo", aggregate=aggregate, **({"length": 10.0} if aggregate == "sequence_sum_norm" else {}))
+    (batch,), idle = (lambda found: (pack(found[0], batch_rows=2, row_tokens=20), found[1]))(
+        training_rows([Group("g", rows)], algorithm, keep_idle=True)
+    )
+    objective = PolicyObjective(algorithm)
+    arrays = {name: jnp.asarray(batch.arrays()[name]) for name in objective.reads}
+    rng = np.random.default_rng(0)
+    weights = {"embed": jnp.asarray(rng.normal(size=(10, 6))), "head": jnp.asarray(rng.normal(size=(6, 10)))}
+
+    @jax.jit
+    def loss(weights: dict[str, jax.Array], arrays: dict[str, jax.Array]) -> jax.Array:
+        total, sums = objective.loss(outputs_of(weights, arrays["tokens"], arrays["segment"]), arrays, jnp.bool_(False))
+        return total / (sums["share"] + idle)
+
+    grads = jax.grad(loss)(weights, arrays)
+    return np.concatenate([np.asarray(g).ravel() for g in jax.tree.leaves(grads)])
+
+
+@pytest.mark.parametrize("aggregate", ["token_mean", "sequence_mean", "sequence_sum", "sequence_sum_norm", "turn_mean"])
+def test_a_rollout_has_the_same_gradient_however_it_is_split(aggregate: str) -> None:
+    """Three turns in one row, or in rows of which the later ones repeat the earlier turns as context."""
+    turns = [([1, 2], [3, 4]), ([5], [6]), ([7, 8], [9, 1, 2])]
+    before = [token for fed, tokens in turns[:1] for token in (*fed, *tokens)]
+    other = rollout(1, [([2, 1], [5, 6, 7, 8])])
+    whole = gradient([*rollout(0, turns), *other], aggregate)
+    split = gradient([*rollout(0, turns[:1], [([*before, 5], [6]), turns[2]]), *other], aggregate)
+    assert np.abs(whole).max() > 1e-3
+    np.testing.assert_allclose(split, whole, rtol=1e-4, atol=1e-6)
+
+
+def test_the_words_of_programs_are_read_or_refused() -> None:
+    assert last_object('x\n{"reward": 1}\n[2]\n{oops\n') == {"reward": 1}
+    assert outcome_of(0.5).reward == 0.5
+    with pytest.raises(ProgramFailed, match="a number or"):
+        outcome_of({"score": 1})
+    with pytest.raises(ValueError, match="give command or function"):
+        ProgramWorld()
+    with pytest.raises(ValueError, match=r"file\.py:name is wanted"):
+        ProgramWorld(function="nowhere:agent")
+    step = asyncio.run(ProgramEpisode(world_of(linear)).reset(TASK, 0))
+    assert step.truncated and "run by its program" in step.error
