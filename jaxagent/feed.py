@@ -95,7 +95,7 @@ class Feed:
             named.append((f"train/{self.drawn}", self.world.task("train", index)))
             self.drawn += 1
         futures = self.rollouts.play(named, self.options.rollouts, self.sampling)
-        groups = [Group(name, wait(members)) for (name, _), members in zip(named, futures, strict=True)]
+        groups = [Group.of(name, wait(members)) for (name, _), members in zip(named, futures, strict=True)]
         for index, group in zip(indices, groups, strict=True):
             counted = [row for row in group.trajectories if row.stop.counts and not row.segment]
             self.tasks.tell(index, sum(row.solved for row in counted), len(counted))

@@ -40,6 +40,7 @@ from jaxagent.models.transformer import Decoder, DecoderConfig, Params, params_o
 from jaxagent.rewards.shaping import Shaping
 from jaxagent.rollout import RolloutOptions, Rollouts
 from jaxagent.selection import FinetuneOptions
+from jaxagent.selves import Selves
 from jaxagent.sharding import AXES, DeviceMesh
 from jaxagent.supervised import warmup_optimizer
 from jaxagent.types import Sampling
@@ -259,20 +260,30 @@ class Parts:
     engines: Replicas
     rollouts: Rollouts
     sandbox: Sandbox
+    selves: Selves | None = None  # earlier versions of the policy, where the world plays with them
 
     def compile(self) -> None:
         """Compiles the engines' and the learner's programs side by side; the engines then hold the learner's weights."""
         self.engines.publish(self.learner.params, version=0)
+        if self.selves:
+            self.selves.begin()
         with ThreadPoolExecutor(1, "compile-engines") as beside:
-            engines = beside.submit(self.engines.warm_up)
+            engines = beside.submit(self._warm_engines)
             self.learner.warm_up()
             if self.critic:
                 self.critic.warm_up()
             engines.result()
 
+    def _warm_engines(self) -> None:
+        self.engines.warm_up()
+        if self.selves:
+            self.selves.engines.warm_up()  # after the others: it finds their programs on disk
+
     def close(self) -> None:
         self.rollouts.close()
         self.engines.close()
+        if self.selves:
+            self.selves.engines.close()
         self.sandbox.close()
 
 
@@ -302,10 +313,15 @@ def build(config: ConfigDict, log: Path | None = None, *, with_critic: bool = Tr
         engine_options = EngineOptions(**config.engine, record_routing=config.learner.replay_routing)
         engines = Replicas([Engine(decoder, engine_options, place) for place in mesh.replicas()])
         undo.callback(engines.close)
-        agent = Agent(template, world.tools, engines, Limits(**config.agent))
+        selves = None
+        if past := envs.past_of(world):
+            others = Replicas([Engine(decoder, engine_options, place) for place in mesh.replicas()])
+            undo.callback(others.close)
+            selves = Selves(learner, others, past, config.seed)
+        agent = Agent(template, world.tools, engines, Limits(**config.agent), past=selves.engines if selves else None)
         rollouts = Rollouts(world, agent, sandbox.client, config.seed, RolloutOptions(**config.rollout))
         undo.pop_all()
-    return Parts(world, template, decoder, algorithm, learner, critic, engines, rollouts, sandbox)
+    return Parts(world, template, decoder, algorithm, learner, critic, engines, rollouts, sandbox, selves)
 
 
 def shaping_within(config: ConfigDict) -> Callable[..., Shaping]:
@@ -322,6 +338,10 @@ def restore_weights(parts: Parts, workdir: Path, keep: int) -> int:
         if step is None:
             raise ValueError(f"{workdir}: no checkpoint there yet")
         parts.learner.restore_weights(checkpoints.trees(step, parts.learner.weights()))
+        versions = checkpoints.facts(step).get("past", [])
+        if parts.selves and versions:
+            parts.selves.restore(checkpoints.trees(step, parts.selves.like(versions)))
+            parts.selves.sit(step)
     finally:
         checkpoints.close()
     parts.engines.publish(parts.learner.params, version=step)

@@ -25,7 +25,17 @@ from jaxagent import supervised
 from jaxagent.alarms import Alarms
 from jaxagent.algos.losses import kl_estimate
 from jaxagent.checkpoint import Checkpoints
-from jaxagent.credit import Credit, assign, counted, credit_metrics, group_metrics, plain_rows, rows_of, sampling_metrics
+from jaxagent.credit import (
+    Credit,
+    assign,
+    counted,
+    credit_metrics,
+    group_metrics,
+    plain_rows,
+    role_metrics,
+    rows_of,
+    sampling_metrics,
+)
 from jaxagent.critic import CriticOptions, begin_again
 from jaxagent.data.pack import Batch, fill, pack, unpack
 from jaxagent.data.store import Store, audit
@@ -85,8 +95,10 @@ class Run:
             "critic_updates": critic.updates if critic else 0,
         }
         facts |= {"feed": self.feed.state(), "baselines": self.baselines, "results": self.results}
+        past = self.parts.selves.state() if self.parts.selves else {}
+        facts["past"] = self.parts.selves.versions if self.parts.selves else []
         with self.clock.part("checkpoint"):
-            self.checkpoints.save(self.step, {**learner.state(), **self.critic_state()}, facts)
+            self.checkpoints.save(self.step, {**learner.state(), **self.critic_state(), **past}, facts)
 
     def critic_state(self) -> dict[str, Any]:
         """What a checkpoint holds of the critic: nothing before reinforcement, where it begins as a copy of the policy."""
@@ -206,6 +218,8 @@ def resume(run: Run) -> None:
         if run.parts.critic and critics:
             state = {name.removeprefix("critic_"): trees[name] for name in critics}
             run.parts.critic.restore(state, facts["critic_updates"])
+        if run.parts.selves and facts["past"]:
+            run.parts.selves.restore(run.checkpoints.trees(latest, run.parts.selves.like(facts["past"])))
         if facts["step"] == warmup:  # what was saved are the moments of the warm-up
             begin_training(run)
         run.feed.restore(facts["feed"])
@@ -232,6 +246,8 @@ def begin_training(run: Run) -> None:
     learner.begin(optimizer, updates - still)
     if run.parts.algorithm.kl_coef and not c.finetune.mode:
         learner.keep_reference()
+    if run.parts.selves:
+        run.parts.selves.begin()
     if critic:
         begin_again(critic, learner)
         critic.begin(CriticOptions(**c.critic).optimizer(optimizer), updates)
@@ -263,6 +279,8 @@ def warm_up(run: Run) -> None:
 def before(run: Run) -> None:
     """What the policy can do before it is trained on: what it will be compared with."""
     run.progress.stop()
+    if run.parts.selves:
+        run.parts.selves.begin()
     run.record("before", score(run, "before", "test", run.config.evaluate.final_tasks))
     run.progress.say(f"held-out success to start from {run.results['before']['success']:.3f}")
 
@@ -276,6 +294,8 @@ def train(run: Run) -> None:
     run.progress.start("step", run.step - first)
     while run.step < first + c.train.steps:
         step = run.step - first
+        if parts.selves:  # who plays the seats of earlier versions in this step
+            parts.selves.sit(step)
         # Rollouts: every group of this step is sampled from the weights published last.
         with run.clock.part("rollout"):
             mixed = parts.algorithm.select == "mixed"
@@ -284,10 +304,13 @@ def train(run: Run) -> None:
         # Gradients: rows without advantage cost nothing.
         with run.clock.part("train"):
             values |= update(run, groups, step)
-        run.store.write(f"train-{step + 1:06d}", [row for group in sampled for row in group.trajectories])
+        run.store.write(f"train-{step + 1:06d}", [row for group in sampled for row in group.rows])
         # New weights into the sampler: a copy on the device.
         with run.clock.part("publish"):
             parts.engines.publish(parts.learner.params, version=step + 1)
+            if parts.selves:
+                values["rollout/past_version"] = float(parts.selves.seated)
+                parts.selves.remember(step + 1)
         if c.evaluate.every and (step + 1) % c.evaluate.every == 0 and step + 1 < c.train.steps:
             table = score(run, f"valid-{step + 1:06d}", "valid", c.evaluate.tasks)
             values |= {"eval/success": table["success"], "eval/turns": table["turns"]}
@@ -384,9 +407,9 @@ def joining(name: str) -> Callable[[list[float]], float]:
 def sound(rows: Sequence[Trajectory], max_broken: float) -> list[Trajectory]:
     """The rows that count. Raises Broken where the infrastructure lost too many, or a row is not what was sampled."""
     good = [row for row in rows if row.stop.counts]
-    broken = 1 - len(good) / len(rows)
+    broken = 1 - len(good) / max(1, len(rows))
     if not good or broken > max_broken:
-        error = next(row.error for row in rows if not row.stop.counts)
+        error = next((row.error for row in rows if not row.stop.counts), "nobody acted")
         raise Broken(
             f"{broken:.0%} of the episodes of this step were lost to the infrastructure (train.max_broken allows "
             f"{max_broken:.0%}); one of them said: {error}. The same command resumes from the last checkpoint."
@@ -432,7 +455,7 @@ def described(run: Run, groups: Sequence[Group]) -> dict[str, float]:
         "engine/offloaded": float(stats.offloaded),
         "sandbox/restarts": float(run.parts.sandbox.restarts),
     }
-    values |= sampling_metrics(good, run.step - run.config.warmup.steps)
+    values |= sampling_metrics(good, run.step - run.config.warmup.steps) | role_metrics(groups)
     values |= {f"reward/{name}": value for name, value in components(good).items()}
     for stop in sorted({row.stop for row in rows}):
         values[f"rollout/stop_{stop}"] = mean(row.stop == stop for row in rows)
@@ -474,6 +497,8 @@ def finish(run: Run) -> None:
     run.progress.stop()
     if run.checkpoints.latest() != run.step:
         run.save()
+    if run.parts.selves:
+        run.parts.selves.sit(run.step)
     n = c.evaluate.final_tasks
     run.record("after", score(run, "after", "test", n))
     if c.evaluate.ablate:

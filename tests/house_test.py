@@ -19,7 +19,7 @@ STORIES = ("jaxagent.train", "jaxagent.finetune")
 FLOORS = (
     "types metrics alarms progress config sharding compiled algos",
     "rewards tools chat data view models checkpoint objective",
-    "credit selection envs engine learner critic",
+    "credit selection envs engine learner critic selves process",
     "agent",
     "rollout",
     "feed serve",
