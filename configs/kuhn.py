@@ -20,6 +20,7 @@ def get_config(arg: str = "") -> ConfigDict:
     c.agent.max_turns = 4
     c.agent.max_tokens = 160
     c.sampling.max_tokens = 6
+    c.rollout.concurrency = 16  # both players keep a slot until their game is over
     c.engine.slots = 32
     c.engine.slot_tokens = c.engine.chunk = 160
     c.engine.decode_tokens = 3

@@ -300,6 +300,7 @@ def build(config: ConfigDict, log: Path | None = None, *, with_critic: bool = Tr
             f"warmup.steps={config.warmup.steps}, but the world {config.env.name} has no demonstrations: set it to 0"
         )
     stream_of(world, config.seed, FeedOptions(**config.feed))  # its complaint comes before the weights are read
+    _want_slots(config, envs.seats_of(world))
     algorithm = choose(**config.algo)
     mesh = DeviceMesh.build(**{axis: config.mesh[axis] for axis in AXES})
     template, decoder = policy_shape(config)
@@ -322,6 +323,18 @@ def build(config: ConfigDict, log: Path | None = None, *, with_critic: bool = Tr
         rollouts = Rollouts(world, agent, sandbox.client, config.seed, RolloutOptions(**config.rollout))
         undo.pop_all()
     return Parts(world, template, decoder, algorithm, learner, critic, engines, rollouts, sandbox, selves)
+
+
+def _want_slots(config: ConfigDict, seats: int) -> None:
+    """Raises ValueError where episodes could wait for each other for ever: a seat keeps its slot until its episode ends."""
+    slots, at_once = config.engine.slots, config.rollout.concurrency
+    if seats > 1 and not config.engine.offload_after_s and at_once * seats > slots:
+        raise ValueError(
+            f"an episode of the world {config.env.name} keeps up to {seats} slots, and {at_once} are played at once "
+            f"(rollout.concurrency): engine.slots={slots} could all be kept by seats that wait for others. Set "
+            f"rollout.concurrency to {max(1, slots // seats)} or less, engine.slots to {at_once * seats}, or "
+            "engine.offload_after_s=0.1, which takes slots from those who wait"
+        )
 
 
 def shaping_within(config: ConfigDict) -> Callable[..., Shaping]:

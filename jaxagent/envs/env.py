@@ -69,9 +69,10 @@ class Env(Protocol):
 class World(Protocol):
     """One per run: tells its tools and tasks, makes episodes, and shows how a (sloppy) agent behaves.
 
-    A world may also have `sizes`, how many tasks its splits have, where they are not without end; and `runs_code = True`,
-    where its sessions run programs that the policy wrote; and `past`, where earlier versions of the policy play some of its
-    seats. One that has nothing to show leaves `demonstrate` away, and trains without a warm-up.
+    A world may also have `sizes`, how many tasks its splits have, where they are not without end; `runs_code = True`, where its
+    sessions run programs that the policy wrote; `past`, where earlier versions of the policy play some of its seats; and
+    `seats`, how many the policy has in an episode, where they are several. One that has nothing to show leaves `demonstrate`
+    away, and trains without a warm-up.
     """
 
     @property
@@ -111,6 +112,11 @@ class Past:
 def past_of(world: World) -> Past | None:
     """Which earlier versions of the policy a world wants, if any."""
     return getattr(world, "past", None)
+
+
+def seats_of(world: World) -> int:
+    """How many seats the policy has in an episode."""
+    return int(getattr(world, "seats", 1))
 
 
 def size_of(world: World, split: str) -> int:

@@ -66,6 +66,7 @@ class Kuhn:
 
     functions = ""
     tools: Sequence[ToolSpec] = ()
+    seats = 2
 
     def __init__(self, past: float = 0.0, past_every: int = 10, past_keep: int = 8, rules: bool = True):
         if not 0 <= past <= 1:
