@@ -272,7 +272,7 @@ def _algorithm_faults(c: ConfigDict) -> Iterator[str]:
             f"train.old_logprob must be trainer for algo.importance={row.importance} and algo.filter={row.filter}: what the "
             "sampler said of its own tokens corrects nothing"
         )
-    if row.critic and c.critic.warmup_steps >= c.train.steps > 0:
+    if row.has_critic and c.critic.warmup_steps >= c.train.steps > 0:
         yield f"critic.warmup_steps={c.critic.warmup_steps} must be below train.steps={c.train.steps}: the policy never moves"
 
 
@@ -298,7 +298,8 @@ def _inert(c: ConfigDict) -> Iterator[tuple[str, str]]:
             not c.feed.max_staleness,
             "feed.max_staleness is 0: nothing is in flight when weights are published",
         ),
-        "critic.": (row is not None and not row.critic, f"{c.algo.name} has no critic"),
+        "critic.": (row is not None and not row.has_critic, f"{c.algo.name} has no critic"),
+        "critic.labels": (row is not None and not row.process, f"{c.algo.name} has no process reward model"),
         "finetune.": (not mode, "finetune.mode is empty"),
         "finetune.threshold": (mode in ("sft", "dpo"), f"finetune.mode={mode} chooses by no threshold"),
         "finetune.rounds": (mode == "sft", "a file is learnt from in one round"),

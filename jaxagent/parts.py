@@ -37,6 +37,8 @@ from jaxagent.learner import Learner, LearnerOptions, OptimizerOptions, trained_
 from jaxagent.models import peft
 from jaxagent.models.adapters import fresh_adapters, is_adapter, lora_spec, merged
 from jaxagent.models.transformer import Decoder, DecoderConfig, Params, params_of
+from jaxagent.objective import ProcessObjective
+from jaxagent.process import Process, read_labels
 from jaxagent.rewards.shaping import Shaping
 from jaxagent.rollout import RolloutOptions, Rollouts
 from jaxagent.selection import FinetuneOptions
@@ -261,6 +263,7 @@ class Parts:
     rollouts: Rollouts
     sandbox: Sandbox
     selves: Selves | None = None  # earlier versions of the policy, where the world plays with them
+    process: Process | None = None  # of algorithms with a process reward model, which is then the critic
 
     def compile(self) -> None:
         """Compiles the engines' and the learner's programs side by side; the engines then hold the learner's weights."""
@@ -302,6 +305,10 @@ def build(config: ConfigDict, log: Path | None = None, *, with_critic: bool = Tr
     stream_of(world, config.seed, FeedOptions(**config.feed))  # its complaint comes before the weights are read
     _want_slots(config, envs.seats_of(world))
     algorithm = choose(**config.algo)
+    process = None
+    if algorithm.process and with_critic:
+        labels = config.critic.labels
+        process = Process(config.seed, read_labels(labels, config.learner.row_tokens) if labels else ())
     mesh = DeviceMesh.build(**{axis: config.mesh[axis] for axis in AXES})
     template, decoder = policy_shape(config)
     learner_options = LearnerOptions(**config.learner, temperature=config.sampling.temperature)
@@ -310,7 +317,8 @@ def build(config: ConfigDict, log: Path | None = None, *, with_critic: bool = Tr
         sandbox = Sandbox(config.sandbox, world, log)
         undo.callback(sandbox.close)
         learner = Learner(decoder, start_weights(config, decoder, mesh), mesh, algorithm, learner_options)
-        critic = critic_of(learner) if algorithm.critic and with_critic else None
+        objective = ProcessObjective(algorithm) if algorithm.process else None
+        critic = critic_of(learner, objective) if algorithm.has_critic and with_critic else None
         engine_options = EngineOptions(**config.engine, record_routing=config.learner.replay_routing)
         engines = Replicas([Engine(decoder, engine_options, place) for place in mesh.replicas()])
         undo.callback(engines.close)
@@ -322,7 +330,7 @@ def build(config: ConfigDict, log: Path | None = None, *, with_critic: bool = Tr
         agent = Agent(template, world.tools, engines, Limits(**config.agent), past=selves.engines if selves else None)
         rollouts = Rollouts(world, agent, sandbox.client, config.seed, RolloutOptions(**config.rollout))
         undo.pop_all()
-    return Parts(world, template, decoder, algorithm, learner, critic, engines, rollouts, sandbox, selves)
+    return Parts(world, template, decoder, algorithm, learner, critic, engines, rollouts, sandbox, selves, process)
 
 
 def _want_slots(config: ConfigDict, seats: int) -> None:

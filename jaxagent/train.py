@@ -95,6 +95,8 @@ class Run:
             "critic_updates": critic.updates if critic else 0,
         }
         facts |= {"feed": self.feed.state(), "baselines": self.baselines, "results": self.results}
+        if self.parts.process:
+            facts["process"] = self.parts.process.state()
         past = self.parts.selves.state() if self.parts.selves else {}
         facts["past"] = self.parts.selves.versions if self.parts.selves else []
         with self.clock.part("checkpoint"):
@@ -218,6 +220,8 @@ def resume(run: Run) -> None:
         if run.parts.critic and critics:
             state = {name.removeprefix("critic_"): trees[name] for name in critics}
             run.parts.critic.restore(state, facts["critic_updates"])
+        if run.parts.process:
+            run.parts.process.restore(facts["process"])
         if run.parts.selves and facts["past"]:
             run.parts.selves.restore(run.checkpoints.trees(latest, run.parts.selves.like(facts["past"])))
         if facts["step"] == warmup:  # what was saved are the moments of the warm-up
@@ -336,9 +340,9 @@ def update(run: Run, groups: Sequence[Group], step: int) -> dict[str, float]:
         if algorithm.kl_in_loss:
             batch.reference = learner.score(batch, reference=True)
     results, criticised = [], []
-    for batches, idle in minibatches:
+    for number, (batches, idle) in enumerate(minibatches):
         if critic:
-            for batch in batches:
+            for batch in [*batches, *searched(run, step * c.train.minibatches + number, len(credits))]:
                 critic.accumulate(batch)
             criticised.append(critic.apply())
         if policy_moves:
@@ -354,6 +358,13 @@ def update(run: Run, groups: Sequence[Group], step: int) -> dict[str, float]:
     for name in (name for name in taught[0] if name.startswith(("policy/sampler_logprob_gap", "off_policy/"))):
         metrics[name] = results[0][name] if results[0]["policy/tokens"] else math.nan
     return {**metrics, "train/row_fill": fill([batch for batches, _ in minibatches for batch in batches])}
+
+
+def searched(run: Run, turn: int, count: int) -> list[Batch]:
+    """What a process reward model is taught in a minibatch besides the rollouts: as many rows of `critic.labels` as groups."""
+    o = run.parts.learner.options
+    rows = run.parts.process.rows(turn, count) if run.parts.process else []
+    return pack(rows, batch_rows=o.batch_rows, row_tokens=o.row_tokens)
 
 
 def credited(run: Run, groups: Sequence[Group]) -> tuple[list[list[Credit]], dict[str, float]]:
@@ -374,14 +385,19 @@ def credited(run: Run, groups: Sequence[Group]) -> tuple[list[list[Credit]], dic
         return np.asarray(kl_estimate(algorithm.kl_estimate, now - learner.score(batch, reference=True))) * batch.mask
 
     kl = by_row(distance) if algorithm.kl_in_reward else {}
+    said = by_row(critic.score) if critic else {}
+    told = run.parts.process.pay(groups, said, algorithm.gamma) if run.parts.process else {}
     credits = assign(
         groups,
         algorithm,
         penalty={row: algorithm.kl_coef * x for row, x in kl.items()},
-        value=by_row(critic.score) if critic else None,
+        value=said if algorithm.critic else None,
         baselines=run.baselines,
     )
-    metrics = credit_metrics([credit for of_group in credits for credit in of_group], algorithm)
+    every = [credit for of_group in credits for credit in of_group]
+    metrics = told | credit_metrics(every, algorithm)
+    if run.parts.process:
+        metrics |= run.parts.process.teach(groups, every, algorithm.gamma)
     if kl:
         metrics["policy/kl_reference"] = sum(float(x.sum()) for x in kl.values()) / sum(sum(t.mask) for t in trajectories)
     return credits, metrics

@@ -91,7 +91,8 @@ class Kuhn:
 
     def demonstrate(self, task: Task, rng: random.Random) -> list[Message]:
         """One seat of a game in which both toss a coin: the form is right, and what is best is left to be found."""
-        cards, moves, seat = self.deal(task), [], task["seat"]
+        cards, seat = self.deal(task), task["seat"]
+        moves: list[str] = []
         messages: list[Message] = []
         while tuple(moves) not in OVER:
             move = rng.choice((PASS, BET))
