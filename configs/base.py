@@ -92,6 +92,7 @@ def get_config(arg: str = "") -> ConfigDict:
     c.critic = ConfigDict()  # of the algorithms that have one
     c.critic.lr = 1e-5  # peak; ten times a policy's is usual
     c.critic.warmup_steps = 0  # training steps before the policy moves
+    c.critic.labels = ""  # of a process reward model: JSONL of turns with values besides those of the run's own rollouts
 
     c.engine = ConfigDict()
     c.engine.slots = 32  # trajectories resident at once, per replica
@@ -101,11 +102,8 @@ def get_config(arg: str = "") -> ConfigDict:
     c.engine.append_tokens = (64,)  # prefill lengths that are compiled
     c.engine.chunk = 128  # cache positions read at once; equal to slot_tokens reads the slot in one pass
     c.engine.exact = True  # no bit of a trajectory depends on its neighbours; false computes rows and positions in use only
-    c.engine.fork_min_tokens = 32  # group prompts shorter than this are prefilled again instead of copied
-    c.engine.stop_tokens = 4  # most stop ids of a template
     c.engine.offload_after_s = 0.0  # a tool this slow loses its slot, if others want it, to host memory; 0: never
     c.engine.recompute = False  # cached keys of trajectories in flight are computed again under new weights, else kept
-    c.engine.linger = 0.3  # longest wait for company, as a share of a decode call
     c.engine.dtype = "float32"  # of the sampler's weights and cache
 
     c.learner = ConfigDict()

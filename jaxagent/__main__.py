@@ -109,6 +109,8 @@ def _add_env(env: argparse.ArgumentParser) -> None:
     which = check.add_mutually_exclusive_group(required=True)
     which.add_argument("name", nargs="?", help="a file of jaxagent/envs, or a dotted module, with its default options")
     which.add_argument("--config", help="the world of a file with get_config(arg), as FILE or FILE:ARG")
+
+
 def add_serve(serve: argparse.ArgumentParser) -> None:
     serve.add_argument("--checkpoint", required=True, help="a Hugging Face checkpoint or a PEFT adapter directory")
     serve.add_argument("--name", default="", help="of the model, as clients say it; default: the directory's")

@@ -31,6 +31,7 @@ class Seat:
     """
 
     rows: list[Trajectory]
+    sampler: Sampler
     name: str  # in the sampler
     key: tuple[int, int]
     unfed: list[int] = field(default_factory=list)
@@ -56,7 +57,7 @@ class Player(Protocol):
 
 
 class Agent:
-    """Plays episodes with one policy in every seat."""
+    """Plays episodes with one policy in every seat, or with an earlier version of it where the world asks for that."""
 
     def __init__(
         self,
@@ -66,13 +67,16 @@ class Agent:
         limits: Limits,
         *,
         constrain_calls: bool = False,
+        past: Sampler | None = None,
     ):
-        """Args: constrain_calls: only calls of known tools with arguments of their schemas can be sampled. Not for training:
-        what the learner computes knows nothing of what could not be sampled.
+        """Args:
+            constrain_calls: only calls of known tools with arguments of their schemas can be sampled. Not for training: what
+                the learner computes knows nothing of what could not be sampled.
+            past: samples for the seats of an earlier version.
 
         Raises ValueError where the template's calls cannot be constrained.
         """
-        self.template, self.tools, self.sampler, self.limits = template, tools, sampler, limits
+        self.template, self.tools, self.sampler, self.limits, self.past = template, tools, sampler, limits, past
         self.constraint = template.constraint(tools) if constrain_calls and tools else None
 
     async def play(self, env: Env, task: Task, rows: list[Trajectory], key: tuple[int, int], sampling: Sampling) -> None:
@@ -97,7 +101,7 @@ class Agent:
                 row.stop, row.error = stop, step.error
         finally:
             for seat in seats.values():
-                self.sampler.release(seat.name)
+                seat.sampler.release(seat.name)
                 whole, outcome = sum(row.reward for row in seat.rows), sum(row.outcome for row in seat.rows)
                 for row in seat.rows:
                     row.elsewhere, row.outcome_elsewhere = whole - row.reward, outcome - row.outcome
@@ -109,10 +113,13 @@ class Agent:
         if step.agent not in seats:
             first, number = rows[0], len(seats)
             if number:  # a further seat starts with an empty row of its own
-                rows.append(beside(first, step.agent))
-            rows[-1].role = step.agent
+                rows.append(beside(first))
+            rows[-1].role, rows[-1].seat, rows[-1].past = step.agent.partition("#")[0], number, step.past
             name = f"{first.group}#{first.rollout}.{first.attempts}/{step.agent}"
-            seats[step.agent] = Seat([rows[-1]], name, (key[0], key[1] ^ number))
+            sampler = self.past if step.past else self.sampler
+            if sampler is None:
+                raise ValueError(f"{step.agent} is to be an earlier version of the policy, but none is kept: see World.past")
+            seats[step.agent] = Seat([rows[-1]], sampler, name, (key[0], key[1] ^ number))
         return seats[step.agent]
 
     def _told(self, seat: Seat, step: Step, rows: list[Trajectory], sampling: Sampling) -> StopReason | None:
@@ -142,9 +149,10 @@ class Agent:
 
     def _begin_segment(self, seat: Seat, rows: list[Trajectory]) -> None:
         """Gives the seat a row of its own for what follows; the sampler lets the old one go."""
-        self.sampler.release(seat.name)
+        seat.sampler.release(seat.name)
         number = len(seat.rows)
-        row = beside(rows[0], seat.trajectory.role)
+        row = beside(rows[0])
+        row.role, row.seat, row.past = seat.trajectory.role, seat.trajectory.seat, seat.trajectory.past
         row.segment = number
         rows.append(row)
         seat.rows.append(row)
@@ -161,7 +169,7 @@ class Agent:
             sampling = replace(sampling, constraint=self.constraint)
         request = SampleRequest(seat.name, tuple(seat.unfed), seat.held, key, self.template.stop, sampling, group)
         trajectory.waiting = "engine"
-        sample = await self.sampler.generate(request)
+        sample = await seat.sampler.generate(request)
         seat.held += len(seat.unfed) + len(sample.tokens)
         seat.unfed = []
         turn = trajectory.sampled(sample, step.state, self.template.text(sample.tokens))
@@ -180,8 +188,8 @@ class Agent:
         return answer
 
 
-def beside(first: Trajectory, role: str) -> Trajectory:
+def beside(first: Trajectory) -> Trajectory:
     """An empty row of the same rollout."""
-    row = Trajectory(first.task, first.seed, first.group, first.rollout, role=role, attempts=first.attempts)
+    row = Trajectory(first.task, first.seed, first.group, first.rollout, attempts=first.attempts)
     row.difficulty = first.difficulty
     return row

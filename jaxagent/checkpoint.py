@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 
 
@@ -44,5 +45,7 @@ class Checkpoints:
         self._manager.close()
 
 
-def _abstract(x: jax.Array) -> jax.ShapeDtypeStruct:
+def _abstract(x: jax.Array | np.ndarray) -> jax.ShapeDtypeStruct | np.ndarray:
+    if isinstance(x, np.ndarray):
+        return x  # restored as numpy too
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)

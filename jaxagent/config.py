@@ -33,7 +33,7 @@ _DTYPES = ("float32", "bfloat16")
 _COUNTS = (
     *("model.width", "model.layers", "model.heads", "model.kv_heads", "model.head_width", "model.ffn_width"),
     *("mesh.cpu_devices", "sampling.max_tokens", "engine.slots", "engine.decode_tokens", "engine.append_rows"),
-    *("engine.stop_tokens", "learner.batch_rows", "learner.row_tokens", "learner.head_chunk", "warmup.demos", "warmup.batch"),
+    *("learner.batch_rows", "learner.row_tokens", "learner.head_chunk", "warmup.demos", "warmup.batch"),
     *("evaluate.tasks", "evaluate.final_tasks", "evaluate.rollouts", "checkpoint.every", "checkpoint.keep"),
 )
 _OPEN_PREFIXES = tuple(f"{section}." for section in OPEN)
@@ -285,7 +285,7 @@ def _algorithm_faults(c: ConfigDict) -> Iterator[str]:
             f"feed.max_staleness={c.feed.max_staleness} with train.old_logprob=trainer needs algo.importance or algo.filter: "
             "ratios to the policy at the start of the step are 1 however old a token is, and nothing corrects for its age"
         )
-    if row.critic and c.critic.warmup_steps >= c.train.steps > 0:
+    if row.has_critic and c.critic.warmup_steps >= c.train.steps > 0:
         yield f"critic.warmup_steps={c.critic.warmup_steps} must be below train.steps={c.train.steps}: the policy never moves"
 
 
@@ -311,7 +311,8 @@ def _inert(c: ConfigDict) -> Iterator[tuple[str, str]]:
             not c.feed.max_staleness,
             "feed.max_staleness is 0: nothing is in flight when weights are published",
         ),
-        "critic.": (row is not None and not row.critic, f"{c.algo.name} has no critic"),
+        "critic.": (row is not None and not row.has_critic, f"{c.algo.name} has no critic"),
+        "critic.labels": (row is not None and not row.process, f"{c.algo.name} has no process reward model"),
         "finetune.": (not mode, "finetune.mode is empty"),
         "finetune.threshold": (mode in ("sft", "dpo"), f"finetune.mode={mode} chooses by no threshold"),
         "finetune.rounds": (mode == "sft", "a file is learnt from in one round"),

@@ -340,6 +340,17 @@ def group_metrics(kept: Sequence[Group], sampled: Sequence[Group]) -> dict[str, 
     }
 
 
+def role_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """In worlds of several agents: the mean reward of every role, and how often the policy beats earlier versions of itself."""
+    rollouts = [segments[0] for group in groups for segments in _counting(group)]
+    roles = sorted({row.role for row in rollouts})
+    found = {f"reward/role_{role}": _mean([row.reward for row in rollouts if row.role == role]) for role in roles}
+    versus = {(row.group, row.rollout) for group in groups for row in group.others}
+    against = [row for row in rollouts if (row.group, row.rollout) in versus]
+    won = {"reward/success_against_past": _mean([row.solved for row in against])} if against else {}
+    return (found if len(roles) > 1 else {}) | won
+
+
 def credit_metrics(credits: Sequence[Credit], algorithm: Algorithm) -> dict[str, float]:
     """Of the advantages of the sampled tokens that are trained on; of anchor states, how many turns were compared in each."""
     advantage = [c.advantage[np.asarray(c.row.mask, bool)] for c in credits]

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jaxagent.learner import Learner, OptimizerOptions
 from jaxagent.models.frozen import join
 from jaxagent.models.transformer import Params
+from jaxagent.objective import ValueObjective
 
 
 @dataclass(frozen=True)
@@ -24,10 +25,12 @@ class CriticOptions:
     Args:
         lr: its peak rate; it falls with the policy's.
         warmup_steps: training steps before the policy moves.
+        labels: JSONL file of turns with values, as process.read_labels takes it, for process reward models; empty for none.
     """
 
     lr: float = 1e-5
     warmup_steps: int = 0
+    labels: str = ""
 
     def __post_init__(self) -> None:
         if not self.lr > 0:
@@ -39,12 +42,12 @@ class CriticOptions:
         return replace(policy, lr=self.lr, lr_final=self.lr * policy.lr_final / policy.lr)
 
 
-def critic_of(policy: Learner) -> Learner:
-    """A critic over the weights of a policy, on its mesh."""
+def critic_of(policy: Learner, objective: ValueObjective | None = None) -> Learner:
+    """A critic over the weights of a policy, on its mesh; with another objective than a value's, what that one asks for."""
     config = replace(policy.config, value_head=True)
     options = replace(policy.options, replay_routing=False)  # what was recorded are the policy's experts
     frozen = {name: w for name, w in policy.frozen.items() if name != "head"}
-    return Learner(config, join(_copied(policy), frozen), policy.mesh, policy.algorithm, options)
+    return Learner(config, join(_copied(policy), frozen), policy.mesh, policy.algorithm, options, objective)
 
 
 def begin_again(critic: Learner, policy: Learner) -> None:

@@ -15,7 +15,7 @@ from jaxagent.feed import wait
 from jaxagent.hosts import ALONE, Hosts
 from jaxagent.parts import build, restore_weights, use_devices
 from jaxagent.rollout import Rollouts
-from jaxagent.types import Sampling, Trajectory, by_rollout
+from jaxagent.types import Group, Sampling, Trajectory, by_rollout
 
 
 def evaluate(
@@ -35,11 +35,12 @@ def evaluate(
     the run's seed, the split and the task only, so two policies meet the same luck.
     """
     named = [(f"{split}/{i}", world.task(split, i)) for i in range(min(tasks, size_of(world, split)))]
-    futures = rollouts.play(hosts.share(named), k, sampling, ablated=ablated)
-    groups = [wait(members) for members in futures]
-    everyone = hosts.together([[shortened(t) for t in group] for group in groups]) if hosts.count > 1 else []
-    table = summarise([[Trajectory.from_json(t) for t in group] for group in everyone] or groups, k)
-    return table, [trajectory for group in groups for trajectory in group]
+    own = hosts.share(named)
+    futures = rollouts.play(own, k, sampling, ablated=ablated)
+    groups = [Group.of(name, wait(members)) for (name, _), members in zip(own, futures, strict=True)]
+    everyone = hosts.together([[shortened(t) for t in group.trajectories] for group in groups]) if hosts.count > 1 else []
+    told = [[Trajectory.from_json(t) for t in group] for group in everyone] or [group.trajectories for group in groups]
+    return summarise(told, k), [row for group in groups for row in group.rows]
 
 
 def shortened(trajectory: Trajectory) -> dict[str, Any]:
@@ -50,7 +51,10 @@ def shortened(trajectory: Trajectory) -> dict[str, Any]:
 
 
 def summarise(groups: list[list[Trajectory]], k: int) -> dict[str, Any]:
-    """The table of an evaluation; episodes that the infrastructure broke are counted apart and never as failures."""
+    """The table of an evaluation; episodes that the infrastructure broke are counted apart and never as failures.
+
+    In worlds of several agents every seat is counted, and `by_role` tells them apart.
+    """
     whole = [by_rollout(group) for group in groups]
     played = [[segments[0] for segments in group if segments[0].stop.counts] for group in whole]
     played = [group for group in played if group]
@@ -63,6 +67,8 @@ def summarise(groups: list[list[Trajectory]], k: int) -> dict[str, Any]:
     turns = sum(len(t.turns) for group in groups for t in group if t.stop.counts)
     success = sum(wins) / n if n else math.nan
     rates = [win / len(group) for win, group in zip(wins, played, strict=True)]
+    roles = sorted({t.role for t in everyone})
+    by_role = {role: _role_table([t for t in everyone if t.role == role]) for role in roles} if len(roles) > 1 else {}
     return {
         "success": success,
         "ci95": list(wilson(sum(wins), n) if k == 1 else normal(rates)),
@@ -73,7 +79,13 @@ def summarise(groups: list[list[Trajectory]], k: int) -> dict[str, Any]:
         "pass_at_k": {str(j): pass_at_k([len(group) for group in played], wins, j) for j in sorted({1, k})},
         "by_difficulty": {name: sum(hits) / len(hits) for name, hits in sorted(by_difficulty.items())},
         "broken": sum(len(group) for group in whole) - n,
+        **({"by_role": by_role} if by_role else {}),
     }
+
+
+def _role_table(rows: list[Trajectory]) -> dict[str, float]:
+    n = len(rows)
+    return {"success": sum(t.solved for t in rows) / n, "reward": sum(t.reward for t in rows) / n, "n": n}
 
 
 def report(workdir: str, split: str, tasks: int | None, rollouts: int | None, temperature: float | None) -> int:

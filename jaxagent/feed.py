@@ -176,7 +176,7 @@ class Feed:
             due = [self.ahead.popleft() for _ in range(wanted)]
             groups: dict[int, Group] = {}
             for admitted in finished(due, meanwhile):
-                group = groups[admitted.number] = Group(admitted.key, wait(admitted.episodes))
+                group = groups[admitted.number] = Group.of(admitted.key, wait(admitted.episodes))
                 if shape:
                     shape(group)
                 if meanwhile and (not mixed or has_signal(group)):

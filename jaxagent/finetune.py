@@ -178,9 +178,9 @@ def sample(run: Run, round_: int, *, fresh: bool) -> Lesson:
         with run.clock.part("rollout"):
             groups, _ = run.feed.take(mixed=False, shape=train.shaper(run, round_ / c.finetune.rounds))
         told = train.described(run, groups)
-        run.store.write(label, [row for group in groups for row in group.trajectories])
+        run.store.write(label, [row for group in groups for row in group.rows])
     else:
-        groups = [Group(rows[0].group, rows) for rows in by_group(run.store.read(label))]
+        groups = [Group.of(rows[0].group, rows) for rows in by_group(run.store.read(label))]
     lesson = Lesson(told=told)
     if c.finetune.mode == "dpo":
         lesson.pairs = [pair for group in groups for pair in pairs_of(group)]

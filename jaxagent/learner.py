@@ -123,10 +123,14 @@ class Learner:
         mesh: DeviceMesh,
         algorithm: Algorithm,
         options: LearnerOptions,
+        objective: PolicyObjective | ValueObjective | None = None,
     ):
-        """Args: params: or their shapes only; such a learner holds no arrays, and its programs can be lowered but not run."""
+        """Args:
+        params: or their shapes only; such a learner holds no arrays, and its programs can be lowered but not run.
+        objective: what is made smaller; by default what the decoder's head is for.
+        """
         self.config, self.mesh, self.algorithm, self.options = config, mesh, algorithm, options
-        self.objective = ValueObjective(algorithm) if config.value_head else PolicyObjective(algorithm)
+        self.objective = objective or (ValueObjective(algorithm) if config.value_head else PolicyObjective(algorithm))
         if options.batch_rows % (rows := mesh.parts("rows")):
             raise ValueError(
                 f"learner.batch_rows={options.batch_rows} must be a multiple of mesh data x fsdp x expert = {rows}"
@@ -323,7 +327,7 @@ class Learner:
         """What the head says, aligned to the token, and the router's sums by layer.
 
         The hidden state at t - 1 speaks of token t: of its log-prob and entropy, or of the state it is chosen in. The only
-        shift there is.
+        shift there is; an objective that judges what has been read (`after`) has none.
         """
         o = self.options
         params = jax.tree.map(lambda p: p.astype(o.dtype), params)
@@ -340,6 +344,8 @@ class Learner:
             table, following = head_table(params, self.config), jnp.pad(batch["tokens"][:, 1:], ((0, 0), (0, 1)))
             both = token_logprobs(hidden, table, following, o.temperature, o.head_chunk, self.config.logit_softcap, self.mesh)
             each = dict(zip(("logprob", "entropy"), both, strict=True))
+        if self.objective.after:
+            return each, routing.stats if routing else {}
         aligned = {name: jnp.pad(x[:, :-1], ((0, 0), (1, 0))) for name, x in each.items()}
         return aligned, routing.stats if routing else {}
 

@@ -35,7 +35,7 @@ def _count(x: Array) -> Float[Array, ""]:
 class PolicyObjective:
     """The loss of an algorithm's row: bound, corrections, KL and entropy, per sampled token."""
 
-    output, prefix = "logprob", "policy"
+    output, prefix, after = "logprob", "policy", False
 
     def __init__(self, algorithm: Algorithm):
         self.algorithm = algorithm
@@ -148,11 +148,11 @@ _POLICY_SUMS = (
 class ValueObjective:
     """Regression of a critic on returns, where they are judged; every such place counts once."""
 
-    output, prefix = "value", "critic"
+    output, prefix, after = "value", "critic", False
 
     def __init__(self, algorithm: Algorithm):
         self.algorithm = algorithm
-        self.reads = ("tokens", "segment", "position", "value", "target", "judged")
+        self.reads: tuple[str, ...] = ("tokens", "segment", "position", "value", "target", "judged")
         self.sums: dict[str, tuple[int, ...]] = dict.fromkeys(_VALUE_SUMS, ())
 
     def loss(self, outputs: Arrays, batch: Arrays, on_policy: Array) -> tuple[Float[Array, ""], Sums]:
@@ -184,8 +184,40 @@ class ValueObjective:
             "critic/value_mean": s["value"] / n,
             "critic/target_mean": s["target"] / n,
             "critic/explained_variance": 1 - left / spread if spread > 1e-12 else 0.0,
-            "critic/clip_frac": s["clipped"] / n if self.algorithm.value_clip else 0.0,
+            **({} if self.after else {"critic/clip_frac": s["clipped"] / n if self.algorithm.value_clip else 0.0}),
             "critic/tokens": s["tokens"],
+        }
+
+
+class ProcessObjective(ValueObjective):
+    """Soft binary cross-entropy of a process reward model, whose values z are log-odds of a good end (arXiv:2502.10325).
+
+        L = -sum w [q log s(z) + (1 - q) log(1 - s(z))] = sum w [softplus(z) - q z]        dL/dz = w (s(z) - q)
+
+    It speaks where a token has been read (`after`), not where it is chosen: of a state and what was done in it. The target q is
+    in [0, 1]; `judged` is w, the visits that q is a mean of.
+    """
+
+    after = True
+
+    def __init__(self, algorithm: Algorithm):
+        super().__init__(algorithm)
+        self.reads = ("tokens", "segment", "position", "target", "judged")
+
+    def loss(self, outputs: Arrays, batch: Arrays, on_policy: Array) -> tuple[Float[Array, ""], Sums]:
+        z, w, q = outputs["value"], batch["judged"], batch["target"]
+        total = jnp.sum(w * (jax.nn.softplus(z) - q * z))
+        s = jax.lax.stop_gradient(jax.nn.sigmoid(z))
+        return total, {
+            "share": w.sum(),
+            "tokens": w.sum(),
+            "loss": total,
+            "value": jnp.sum(w * s),
+            "target": jnp.sum(w * q),
+            "target_squared": jnp.sum(w * q**2),
+            "error": jnp.sum(w * (q - s)),
+            "error_squared": jnp.sum(w * (q - s) ** 2),
+            "clipped": jnp.zeros(()),
         }
 
 

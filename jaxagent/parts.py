@@ -40,10 +40,13 @@ from jaxagent.learner import Learner, LearnerOptions, OptimizerOptions, trained_
 from jaxagent.models import peft
 from jaxagent.models.adapters import fresh_adapters, is_adapter, lora_spec, merged
 from jaxagent.models.transformer import Decoder, DecoderConfig, Params, logical_axes, params_of
+from jaxagent.objective import ProcessObjective
+from jaxagent.process import Process, read_labels
 from jaxagent.programs import Programs
 from jaxagent.rewards.shaping import Shaping
 from jaxagent.rollout import RolloutOptions, Rollouts
 from jaxagent.selection import FinetuneOptions
+from jaxagent.selves import Selves
 from jaxagent.sharding import AXES, DeviceMesh
 from jaxagent.supervised import warmup_optimizer
 from jaxagent.types import Sampling
@@ -262,6 +265,8 @@ class Learning:
     algorithm: Algorithm
     learner: Learner
     critic: Learner | None
+    process: Process | None  # of algorithms with a process reward model, which is then the critic
+    selves: Selves | None  # earlier versions of the policy, where the world plays with them
 
 
 @dataclass
@@ -274,16 +279,25 @@ class Parts(Learning):
     def compile(self) -> None:
         """Compiles the engines' and the learner's programs side by side; the engines then hold the learner's weights."""
         self.engines.publish(self.learner.params, version=0)
+        if self.selves:
+            self.selves.begin()
         with ThreadPoolExecutor(1, "compile-engines") as beside:
-            engines = beside.submit(self.engines.warm_up)
+            engines = beside.submit(self._warm_engines)
             self.learner.warm_up()
             if self.critic:
                 self.critic.warm_up()
             engines.result()
 
+    def _warm_engines(self) -> None:
+        self.engines.warm_up()
+        if self.selves:
+            self.selves.engines.warm_up()  # after the others: it finds their programs on disk
+
     def close(self) -> None:
         self.rollouts.close()
         self.engines.close()
+        if self.selves:
+            self.selves.engines.close()
         self.sandbox.close()
         envs.end(self.world)
 
@@ -301,9 +315,11 @@ def build(config: ConfigDict, log: Path | None = None, *, with_critic: bool = Tr
             f"warmup.steps={config.warmup.steps}, but the world {config.env.name} has no demonstrations: set it to 0"
         )
     stream_of(world, config.seed, FeedOptions(**config.feed))  # its complaint comes before the weights are read
+    _want_slots(config, envs.seats_of(world))
     algorithm = choose(**config.algo)
     mesh, hosts = DeviceMesh.build(**{axis: config.mesh[axis] for axis in AXES}), here()
-    check_hosts(config, algorithm, mesh, hosts)
+    check_hosts(config, algorithm, world, mesh, hosts)
+    process = process_of(config, algorithm) if with_critic else None
     template, decoder = policy_shape(config)
     learner_options = LearnerOptions(**config.learner, temperature=config.sampling.temperature)
     trained_of(decoder, learner_options)  # its complaint about a pattern comes before the weights are read
@@ -311,8 +327,9 @@ def build(config: ConfigDict, log: Path | None = None, *, with_critic: bool = Tr
         sandbox = Sandbox(config.sandbox, world, log)
         undo.callback(sandbox.close)
         learner = Learner(decoder, start_weights(config, decoder, mesh), mesh, algorithm, learner_options)
-        critic = critic_of(learner) if algorithm.critic and with_critic else None
-        engine_options = EngineOptions(**config.engine, record_routing=config.learner.replay_routing)
+        critic = critic_beside(learner, algorithm) if with_critic else None
+        most = max(EngineOptions.stop_tokens, len(template.stop))
+        engine_options = EngineOptions(**config.engine, stop_tokens=most, record_routing=config.learner.replay_routing)
         by_program = getattr(world, "runs_program", False)
         vocabulary = template.vocabulary() if by_program else None  # programs may ask for stop strings
         places = [place for place in mesh.replicas() if is_here(place)]
@@ -320,15 +337,27 @@ def build(config: ConfigDict, log: Path | None = None, *, with_critic: bool = Tr
         engines = Replicas([Engine(decoder, engine_options, place, vocabulary) for place in places], spread)
         undo.callback(engines.close)
         limits = Limits(**config.agent)
-        agent: Player = Agent(template, world.tools, engines, limits)
+        selves = None
+        if past := envs.past_of(world):
+            others = Replicas([Engine(decoder, engine_options, place) for place in places])
+            undo.callback(others.close)
+            selves = Selves(learner, others, past, config.seed)
+        agent: Player = Agent(template, world.tools, engines, limits, past=selves.engines if selves else None)
         if by_program:
             agent = Programs(Slots(template, engines, engine_options.slots * len(engines.engines)), limits)
         rollouts = Rollouts(world, agent, sandbox.client, config.seed, RolloutOptions(**config.rollout))
         undo.pop_all()
-    return Parts(world, template, decoder, algorithm, learner, critic, engines, rollouts, sandbox, hosts)
+    return Parts(world, template, decoder, algorithm, learner, critic, process, selves, engines, rollouts, sandbox, hosts)
 
 
-def check_hosts(config: ConfigDict, algorithm: Algorithm, mesh: DeviceMesh, hosts: Hosts) -> None:
+def process_of(config: ConfigDict, algorithm: Algorithm) -> Process | None:
+    """Raises ValueError where critic.labels holds something else."""
+    labels = config.critic.labels
+    searched = read_labels(labels, config.learner.row_tokens) if labels else ()
+    return Process(config.seed, searched) if algorithm.process else None
+
+
+def check_hosts(config: ConfigDict, algorithm: Algorithm, world: envs.World, mesh: DeviceMesh, hosts: Hosts) -> None:
     """Raises ValueError for what several hosts cannot do together."""
     if hosts.count == 1:
         return
@@ -337,6 +366,9 @@ def check_hosts(config: ConfigDict, algorithm: Algorithm, mesh: DeviceMesh, host
         raise ValueError(f"jaxagent finetune runs in one process, here are {hosts.count}")
     if config.feed.prompts < hosts.count:
         raise ValueError(f"feed.prompts={config.feed.prompts} must be at least the number of hosts, {hosts.count}")
+    if envs.past_of(world) or algorithm.process:
+        what = f"algo.name={config.algo.name}" if algorithm.process else f"env.name={config.env.name} with earlier versions"
+        raise ValueError(f"{what} runs in one process, here are {hosts.count}")
     if algorithm.whiten or algorithm.baseline_decay:
         raise ValueError(
             f"algo.name={config.algo.name} compares the rollouts of all groups of a step, and a host knows its own only: "
@@ -363,7 +395,26 @@ def learning(config: ConfigDict) -> Learning:
         mesh = DeviceMesh.build(data=1)
     options = LearnerOptions(**config.learner, temperature=config.sampling.temperature)
     learner = Learner(decoder, start_weights(config, decoder, mesh), mesh, algorithm, options)
-    return Learning(world, template, decoder, algorithm, learner, critic_of(learner) if algorithm.critic else None)
+    critic = critic_beside(learner, algorithm)
+    return Learning(world, template, decoder, algorithm, learner, critic, process_of(config, algorithm), None)
+
+
+def critic_beside(learner: Learner, algorithm: Algorithm) -> Learner | None:
+    """The critic of an algorithm that has one; a process reward model is one with another objective."""
+    objective = ProcessObjective(algorithm) if algorithm.process else None
+    return critic_of(learner, objective) if algorithm.has_critic else None
+
+
+def _want_slots(config: ConfigDict, seats: int) -> None:
+    """Raises ValueError where episodes could wait for each other for ever: a seat keeps its slot until its episode ends."""
+    slots, at_once = config.engine.slots, config.rollout.concurrency
+    if seats > 1 and not config.engine.offload_after_s and at_once * seats > slots:
+        raise ValueError(
+            f"an episode of the world {config.env.name} keeps up to {seats} slots, and {at_once} are played at once "
+            f"(rollout.concurrency): engine.slots={slots} could all be kept by seats that wait for others. Set "
+            f"rollout.concurrency to {max(1, slots // seats)} or less, engine.slots to {at_once * seats}, or "
+            "engine.offload_after_s=0.1, which takes slots from those who wait"
+        )
 
 
 def shaping_within(config: ConfigDict) -> Callable[..., Shaping]:
@@ -380,6 +431,10 @@ def restore_weights(parts: Parts, workdir: Path, keep: int) -> int:
         if step is None:
             raise ValueError(f"{workdir}: no checkpoint there yet")
         parts.learner.restore_weights(checkpoints.trees(step, parts.learner.weights()))
+        versions = checkpoints.facts(step).get("past", [])
+        if parts.selves and versions:
+            parts.selves.restore(checkpoints.trees(step, parts.selves.like(versions)))
+            parts.selves.sit(step)
     finally:
         checkpoints.close()
     parts.engines.publish(parts.learner.params, version=step)

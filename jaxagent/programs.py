@@ -95,7 +95,8 @@ class Record:
     def _begun(self) -> Trajectory:
         if not self.rows[0].tokens:
             return self.rows[0]
-        row = beside(self.rows[0], self.rows[0].role)
+        row = beside(self.rows[0])
+        row.role = self.rows[0].role
         row.segment = len(self.rows)
         self.rows.append(row)
         return row

@@ -145,10 +145,10 @@ def _stored(course: Course, step: int) -> list[Group]:
     label = f"train-{step:06d}"
     if label not in course.store.labels():
         raise ValueError(f"{course.store.folder}: {label}.jsonl is missing, which this step is made of")
-    groups: dict[str, Group] = {}
+    rows: dict[str, list[Trajectory]] = {}
     for row in course.store.read(label):
-        groups.setdefault(row.group, Group(row.group, [])).trajectories.append(row)
-    return list(groups.values())
+        rows.setdefault(row.group, []).append(row)
+    return [Group.of(key, of_group) for key, of_group in rows.items()]
 
 
 def _kept(course: Course, sampled: Sequence[Group]) -> list[Group]:

@@ -22,7 +22,7 @@ from jaxagent import config as configs
 from jaxagent import supervised
 from jaxagent.alarms import Alarms
 from jaxagent.checkpoint import Checkpoints
-from jaxagent.credit import group_metrics, sampling_metrics
+from jaxagent.credit import group_metrics, role_metrics, sampling_metrics
 from jaxagent.critic import CriticOptions, begin_again
 from jaxagent.data.store import Store, audit
 from jaxagent.engine.replicas import Replicas
@@ -102,8 +102,12 @@ class Run(Course):
             "critic_updates": critic.updates if critic else 0,
         }
         facts |= {"feed": self.feed.state(), "baselines": self.baselines, "results": self.results}
+        if self.parts.process:
+            facts["process"] = self.parts.process.state()
+        past = self.parts.selves.state() if self.parts.selves else {}
+        facts["past"] = self.parts.selves.versions if self.parts.selves else []
         with self.clock.part("checkpoint"):
-            self.checkpoints.save(self.step, {**learner.state(), **self.critic_state()}, facts)
+            self.checkpoints.save(self.step, {**learner.state(), **self.critic_state(), **past}, facts)
 
     def record(self, name: str, table: dict[str, Any]) -> None:
         """Keeps an evaluation in eval.json, whole or not at all."""
@@ -217,6 +221,8 @@ def resume(run: Run) -> None:
     latest = run.checkpoints.latest()
     if latest is not None:
         facts = restore(run, latest)
+        if run.parts.selves and facts["past"]:
+            run.parts.selves.restore(run.checkpoints.trees(latest, run.parts.selves.like(facts["past"])))
         run.feed.restore(facts["feed"])
         run.results = facts["results"]
         run.progress.say(f"resumed at step {run.step}")
@@ -236,6 +242,8 @@ def restore(run: Course, at: int) -> dict[str, Any]:
     if run.parts.critic and critics:
         state = {name.removeprefix("critic_"): trees[name] for name in critics}
         run.parts.critic.restore(state, facts["critic_updates"])
+    if run.parts.process:
+        run.parts.process.restore(facts["process"])
     if facts["step"] == warmup:  # what was saved are the moments of the warm-up
         begin_training(run)
     run.baselines = facts["baselines"]
@@ -259,6 +267,8 @@ def begin_training(run: Course) -> None:
     learner.begin(optimizer, updates - still)
     if run.parts.algorithm.kl_coef and not c.finetune.mode:
         learner.keep_reference()
+    if run.parts.selves:
+        run.parts.selves.begin()
     if critic:
         begin_again(critic, learner)
         critic.begin(CriticOptions(**c.critic).optimizer(optimizer), updates)
@@ -290,6 +300,8 @@ def warm_up(run: Run) -> None:
 def before(run: Run) -> None:
     """What the policy can do before it is trained on: what it will be compared with."""
     run.progress.stop()
+    if run.parts.selves:
+        run.parts.selves.begin()
     run.record("before", score(run, "before", "test", run.config.evaluate.final_tasks))
     run.progress.say(f"held-out success to start from {run.results['before']['success']:.3f}")
 
@@ -304,6 +316,8 @@ def train(run: Run) -> None:
     while run.step < first + c.train.steps:
         step = run.step - first
         update = next_update(run, step, parts.engines)
+        if parts.selves:  # who plays the seats of earlier versions in this step
+            parts.selves.sit(step)
         # Rollouts: every group of this step is sampled from the weights published last, or ones older by feed.max_staleness.
         with run.clock.part("rollout"):
             groups, sampled = run.feed.take(
@@ -317,10 +331,13 @@ def train(run: Run) -> None:
         # Gradients, as far as they were not computed while other groups were played: rows without advantage cost nothing.
         with run.clock.part("train"):
             values |= update.finish(groups)
-        run.store.write(f"train-{step + 1:06d}", [row for group in sampled for row in group.trajectories])
+        run.store.write(f"train-{step + 1:06d}", [row for group in sampled for row in group.rows])
         # New weights into the sampler: a copy on the device.
         with run.clock.part("publish"):
             parts.engines.publish(parts.learner.params, version=step + 1)
+            if parts.selves:
+                values["rollout/past_version"] = float(parts.selves.seated)
+                parts.selves.remember(step + 1)
         if c.evaluate.every and (step + 1) % c.evaluate.every == 0 and step + 1 < c.train.steps:
             table = score(run, f"valid-{step + 1:06d}", "valid", c.evaluate.tasks)
             values |= {"eval/success": table["success"], "eval/turns": table["turns"]}
@@ -332,10 +349,10 @@ def train(run: Run) -> None:
 def next_update(course: Course, step: int, engines: Replicas) -> Update:
     """The update of a step, to which groups are added while others are played."""
     c, parts = course.config, course.parts
-    options = UpdateOptions(c.train.minibatches, c.train.old_logprob, ordered=c.engine.exact)
     moves = parts.critic is None or step >= c.critic.warmup_steps
+    options = UpdateOptions(c.train.minibatches, c.train.old_logprob, ordered=c.engine.exact, policy_moves=moves)
     draw: dict[str, Any] = {"place": (c.seed, step), "baselines": course.baselines, "hosts": course.hosts}
-    return Update(parts.learner, parts.critic, engines, options, policy_moves=moves, **draw)
+    return Update(parts.learner, parts.critic, engines, options, process=parts.process, **draw)
 
 
 def shaper(run: Course, progress: float) -> Callable[[Group], None] | None:
@@ -346,9 +363,9 @@ def shaper(run: Course, progress: float) -> Callable[[Group], None] | None:
 def sound(rows: Sequence[Trajectory], max_broken: float) -> list[Trajectory]:
     """The rows that count. Raises Broken where the infrastructure lost too many, or a row is not what was sampled."""
     good = [row for row in rows if row.stop.counts]
-    broken = 1 - len(good) / len(rows)
+    broken = 1 - len(good) / max(1, len(rows))
     if not good or broken > max_broken:
-        error = next(row.error for row in rows if not row.stop.counts)
+        error = next((row.error for row in rows if not row.stop.counts), "nobody acted")
         raise Broken(
             f"{broken:.0%} of the episodes of this step were lost to the infrastructure (train.max_broken allows "
             f"{max_broken:.0%}); one of them said: {error}. The same command resumes from the last checkpoint."
@@ -392,7 +409,7 @@ def described(run: Run, groups: Sequence[Group]) -> dict[str, float]:
         "engine/offloaded": float(stats.offloaded),
         "sandbox/restarts": float(run.parts.sandbox.restarts),
     }
-    values |= sampling_metrics(good, run.step - run.config.warmup.steps)
+    values |= sampling_metrics(good, run.step - run.config.warmup.steps) | role_metrics(groups)
     values |= rewards(groups, good)
     stops = run.hosts.gather(sorted({row.stop for row in rows}))
     for stop in sorted({stop for of_host in stops for stop in of_host}):
@@ -446,6 +463,8 @@ def finish(run: Run) -> None:
     run.progress.stop()
     if run.checkpoints.latest() != run.step:
         run.save()
+    if run.parts.selves:
+        run.parts.selves.sit(run.step)
     n = c.evaluate.final_tasks
     run.record("after", score(run, "after", "test", n))
     if c.evaluate.ablate:

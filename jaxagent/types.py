@@ -260,6 +260,8 @@ class Trajectory:
     group: str
     rollout: int  # index in the group
     role: str = "agent"
+    seat: int = 0  # its place at the table of a world of several agents; several seats may have one role
+    past: bool = False  # sampled by an earlier version of the policy: nothing is learnt from it
     segment: int = 0  # counts the rows of one rollout and role, where its conversation was begun anew
     elsewhere: float = 0.0  # rewards of the turns in its other segments, once the episode has ended
     outcome_elsewhere: float | None = None  # their outcomes; None where those are all of their rewards
@@ -328,18 +330,35 @@ class Trajectory:
 
 @dataclass
 class Group:
-    """The rollouts of one (task, seed), which are compared with each other."""
+    """The rollouts of one (task, seed), which are compared with each other.
+
+    `others` are rows that earlier versions of the policy played beside them: they are kept, and count nowhere.
+    """
 
     key: str
     trajectories: list[Trajectory]
+    others: list[Trajectory] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, key: str, rows: Iterable[Trajectory]) -> Group:
+        """A group from all rows of its episodes. What the infrastructure broke is never among the others: it is told."""
+        rows = list(rows)
+        aside = [row.past and row.stop.counts for row in rows]
+        own, others = ([row for row, away in zip(rows, aside, strict=True) if away is kind] for kind in (False, True))
+        return cls(key, own, others)
+
+    @property
+    def rows(self) -> list[Trajectory]:
+        """Everything that was played."""
+        return [*self.trajectories, *self.others]
 
 
 def by_rollout(rows: Iterable[Trajectory]) -> list[list[Trajectory]]:
-    """The rows of every rollout and role together: one, or its segments in their order."""
+    """The rows of every rollout and seat together: one, or its segments in their order."""
     found: list[list[Trajectory]] = []
-    last: dict[tuple[str, int, str], list[Trajectory]] = {}
+    last: dict[tuple[str, int, str, int], list[Trajectory]] = {}
     for row in rows:
-        key = row.group, row.rollout, row.role
+        key = row.group, row.rollout, row.role, row.seat
         if row.segment and key in last:
             last[key].append(row)
         else:

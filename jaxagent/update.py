@@ -26,6 +26,7 @@ from jaxagent.engine.replicas import Replicas
 from jaxagent.hosts import ALONE, Hosts
 from jaxagent.learner import Learner
 from jaxagent.metrics import Mean
+from jaxagent.process import Process
 from jaxagent.types import Group
 
 
@@ -38,11 +39,13 @@ class UpdateOptions:
         old_logprob: against which ratios are taken: the "sampler"'s log-probs, or the "trainer"'s at the start of the step.
         ordered: micro-batches are made and added in the order of the stream, whoever finishes first, so that every bit is
             that of the plain loop. Otherwise in the order of arrival, which is the same sum in another order.
+        policy_moves: False while only the critic learns.
     """
 
     minibatches: int = 1
     old_logprob: str = "sampler"
     ordered: bool = True
+    policy_moves: bool = True
 
 
 class Update:
@@ -57,18 +60,18 @@ class Update:
         *,
         place: tuple[int, int],
         baselines: dict[str, float],
-        policy_moves: bool = True,
+        process: Process | None = None,
         hosts: Hosts = ALONE,
     ):
         """Args:
         place: seed and step, of which the minibatches are drawn.
         baselines: moving means of the roles' returns, for algorithms that have them; moved on.
-        policy_moves: False while only the critic learns.
+        process: what the critic is taught, and what it pays, where it is a process reward model.
         hosts: a micro-batch is a program of all of them, which they can only begin together: nothing is early then.
         """
         self.learner, self.critic, self.engines, self.options = learner, critic, engines, options
         self.algorithm, self.ordered = learner.algorithm, options.ordered
-        self.place, self.baselines, self.policy_moves = place, baselines, policy_moves
+        self.place, self.baselines, self.process = place, baselines, process
         self.hosts = hosts
         self.early = self.algorithm.by_group and options.minibatches == 1 and hosts.count == 1
         self._shape = {"batch_rows": learner.own_rows, "row_tokens": learner.options.row_tokens}
@@ -143,15 +146,15 @@ class Update:
             rows, idle = rows_of([credit for i in part for credit in credits[i]], keep_idle=self.algorithm.beyond_advantage)
             minibatches.append((pack(rows, **self._shape), idle))
         minibatches = self.hosts.level(minibatches, learner.empty)  # as many micro-batches on every host
-        for batch in (batch for batches, _ in minibatches for batch in batches if self.policy_moves):
+        for batch in (batch for batches, _ in minibatches for batch in batches if self.options.policy_moves):
             self._look_back(batch)
         results, criticised = [], []
-        for batches, idle in minibatches:
+        for number, (batches, idle) in enumerate(minibatches):
             if critic:
-                for batch in batches:
+                for batch in [*batches, *self._searched(number, len(groups))]:
                     critic.accumulate(batch)
                 criticised.append(critic.apply())
-            if self.policy_moves:
+            if self.options.policy_moves:
                 for batch in batches:
                     learner.accumulate(batch)
                 results.append(learner.apply(idle))
@@ -164,6 +167,11 @@ class Update:
         for name in (name for name in taught[0] if name.startswith(("policy/sampler_logprob_gap", "off_policy/"))):
             metrics[name] = results[0][name] if results[0]["policy/tokens"] else math.nan
         return {**metrics, "train/row_fill": fill([batch for batches, _ in minibatches for batch in batches])}
+
+    def _searched(self, minibatch: int, count: int) -> list[Batch]:
+        """What a process reward model is taught besides the rollouts: as many rows from elsewhere as there are groups."""
+        turn = self.place[1] * self.options.minibatches + minibatch
+        return pack(self.process.rows(turn, count) if self.process else [], **self._shape)
 
     def _credited(self, groups: Sequence[Group]) -> tuple[list[list[Credit]], dict[str, float]]:
         """What every row is to learn, after what critic and reference have to say of it."""
@@ -182,14 +190,19 @@ class Update:
             return np.asarray(kl_estimate(algorithm.kl_estimate, now - learner.score(batch, reference=True))) * batch.mask
 
         kl = by_row(distance) if algorithm.kl_in_reward else {}
+        said = by_row(critic.score) if critic else {}
+        told = self.process.pay(groups, said, algorithm.gamma) if self.process else {}
         credits = assign(
             groups,
             algorithm,
             penalty={row: algorithm.kl_coef * x for row, x in kl.items()},
-            value=by_row(critic.score) if critic else None,
+            value=said if algorithm.critic else None,
             baselines=self.baselines,
         )
-        metrics = credit_metrics([credit for of_group in credits for credit in of_group], algorithm)
+        every = [credit for of_group in credits for credit in of_group]
+        metrics = told | credit_metrics(every, algorithm)
+        if self.process:
+            metrics |= self.process.teach(groups, every, algorithm.gamma)
         if kl:
             sampled = sum(sum(t.mask) for t in trajectories)
             metrics["policy/kl_reference"] = Mean(sum(float(x.sum()) for x in kl.values()), sampled)

@@ -257,7 +257,7 @@ class Shelf:
             "seed": str(t.seed),  # JavaScript's numbers end at 2**53
             "group": t.group,
             "rollout": t.rollout,
-            "role": f"{t.role}, segment {t.segment + 1}" if t.segment else t.role,
+            "role": f"{t.role}, earlier version" * t.past or (f"{t.role}, segment {t.segment + 1}" if t.segment else t.role),
             "difficulty": t.difficulty,
             "reward": finite(round(t.reward, 6)),
             "solved": t.solved,
@@ -324,13 +324,13 @@ def _evaluations(files: dict[str, Path], tables: dict[str, Any], shelf: Shelf) -
 
 
 def _read_evaluation(path: Path, label: str, shelf: Shelf, room: int) -> tuple[dict[Any, Item], dict[str, list[int]], int]:
-    """A file's episodes by (group, rollout, role), as many as `room` holds; [wins, episodes] by difficulty; their number."""
+    """A file's episodes by group, rollout and seat, as many as `room` holds; [wins, episodes] by difficulty; their number."""
     items: dict[Any, Item] = {}
     tally: dict[str, list[int]] = {}
     total = 0
     for t in read(path):
         total += 1
-        if t.stop.counts and not t.segment:  # a rollout counts once
+        if t.stop.counts and not t.segment and not t.past:  # a rollout counts once
             wins_n = tally.setdefault(t.difficulty, [0, 0])
             wins_n[0] += t.solved
             wins_n[1] += 1
@@ -338,7 +338,7 @@ def _read_evaluation(path: Path, label: str, shelf: Shelf, room: int) -> tuple[d
             item = shelf.item(t, label, 0)
             room -= len(embed(item))
             if room > 0:
-                items[t.group, t.rollout, item["role"]] = item
+                items[t.group, t.rollout, item["role"], t.seat] = item
     return items, tally, total
 
 

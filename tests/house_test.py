@@ -19,11 +19,11 @@ STORIES = ("jaxagent.train", "jaxagent.finetune")
 FLOORS = (
     "types metrics alarms progress config sharding hosts compiled algos",
     "rewards tools toolbox chat data view models checkpoint objective",
-    "credit selection envs engine learner critic door",
+    "credit selection envs engine learner critic door selves process",
     "agent",
     "rollout serve",
     "feed programs",
-    "parts evaluate policy supervised update",
+    "topology parts evaluate policy supervised plan update",
     "train finetune replay",
     "__main__",
 )
@@ -47,7 +47,6 @@ HOST = {
     "config",
 }
 KNOW_THE_CONFIG = {"config", "parts", "evaluate", "plan", "policy", "view", "train", "finetune", "replay", "__main__"}
-KNOW_THE_CONFIG = {"config", "parts", "evaluate", "policy", "view", "train", "finetune", "replay", "__main__"}
 
 
 def modules(package: str) -> dict[str, Path]:

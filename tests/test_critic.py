@@ -19,6 +19,7 @@ from jaxagent.learner import Learner, LearnerOptions, OptimizerOptions
 from jaxagent.models.attention import packed
 from jaxagent.models.lora import LoraSpec
 from jaxagent.models.transformer import Decoder, params_of
+from jaxagent.objective import ProcessObjective
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
@@ -90,6 +91,18 @@ def test_a_value_is_of_the_state_in_which_the_token_is_chosen(policy: Learner, c
     attend = packed(jnp.ones_like(tokens), UNTIED.attention)
     hidden = decoder.hidden(tokens, jnp.arange(tokens.shape[1])[None], attend)[0][0]
     np.testing.assert_allclose(values[0][1:], np.asarray(hidden @ critic.trained["value"])[:-1], rtol=1e-4, atol=1e-4)
+
+
+def test_a_process_reward_model_speaks_of_what_has_been_read(policy: Learner) -> None:
+    model = critic_of(policy, ProcessObjective(TABLE["agent_prm"]))
+    model.trained = {**model.trained, "value": jnp.asarray(np.random.default_rng(1).normal(size=UNTIED.width), jnp.float32)}
+    given = rows()
+    values = unpack(given, [model.score(batch) for batch in packs(given)], batch_rows=8, row_tokens=16)
+    decoder: Decoder = nnx.merge(params_of(tiny.policy(UNTIED))[0], tiny.params(UNTIED))
+    tokens = jnp.asarray([given[0].tokens])
+    attend = packed(jnp.ones_like(tokens), UNTIED.attention)
+    hidden = decoder.hidden(tokens, jnp.arange(tokens.shape[1])[None], attend)[0][0]
+    np.testing.assert_allclose(values[0], np.asarray(hidden @ model.trained["value"]), rtol=1e-4, atol=1e-4)
 
 
 def test_the_gradient_is_that_of_the_mean_squared_error_at_the_judged_places(policy: Learner, critic: Learner) -> None:

@@ -42,6 +42,7 @@ class Algorithm:
         outcome_weight, turn_weight: of the two comparisons.
         gamma, gae_lambda: per turn or per token, as `unit` says; of the comparison of turns per turn.
         critic: a value function is trained, see critic.py; of value_clip, see losses.value_loss.
+        process: a process reward model is trained in its place, and pays every turn a difference of potentials: see process.py.
         separate: every named part of the reward is compared by itself (GDPO).
         whiten: advantages are whitened over all sampled tokens of the step.
         baseline_decay: rewards are taken less a moving mean of their role; 0 is off.
@@ -69,6 +70,7 @@ class Algorithm:
     gamma: float = 1.0
     gae_lambda: float = 1.0
     critic: bool = False
+    process: bool = False
     value_clip: float = 0.2
     separate: bool = False
     whiten: bool = False
@@ -101,7 +103,12 @@ class Algorithm:
     @property
     def beyond_advantage(self) -> bool:
         """Whether a token of advantage 0 has a gradient."""
-        return self.kl_in_loss or self.entropy_coef > 0 or self.critic
+        return self.kl_in_loss or self.entropy_coef > 0 or self.has_critic
+
+    @property
+    def has_critic(self) -> bool:
+        """Whether a second learner is trained beside the policy."""
+        return self.critic or self.process
 
     @property
     def by_group(self) -> bool:
@@ -110,7 +117,7 @@ class Algorithm:
         Not where advantages are whitened over the step or taken less a moving mean, nor where a critic's values or the distance
         to a reference enter them, which are asked of all rollouts together.
         """
-        return not (self.whiten or self.baseline_decay or self.critic or self.kl_in_reward)
+        return not (self.whiten or self.baseline_decay or self.has_critic or self.kl_in_reward)
 
     @property
     def compares(self) -> bool:
@@ -156,6 +163,9 @@ TABLE = {
     "ppo_dual":     replace(_PPO, source="arXiv:1912.09729", clip_dual=3.0),
     "ppo_turn":     replace(_PPO, source="arXiv:1707.06347, a turn as one action", aggregate="turn_mean", unit="turn",
                             gamma=0.95, gae_lambda=0.95),
+    # lambda = 1: whatever the model says, what is best stays so; below, its word stands for what came of a turn
+    "agent_prm":    Algorithm("arXiv:2502.10325", "plain",         "clipped",   "turn_mean", unit="turn", process=True,
+                              whiten=True),
     # a stale or mismatched sampler
     "decoupled":    replace(_GRPO, source="arXiv:2505.24298", aggregate="token_mean", importance="token_masked",
                             importance_bounds=(0.0, 5.0)),
@@ -256,7 +266,7 @@ def inert_columns(name: str, columns: dict[str, Any]) -> Iterator[tuple[str, str
         ("length",): (row.aggregate != "sequence_sum_norm", "only the aggregation sequence_sum_norm divides by it"),
         ("advantage", "turns"): (row.unit != "rollout", steps),
         ("gamma",): (row.unit == "rollout" and row.turns == "none", "returns of whole rollouts are not discounted"),
-        ("gae_lambda",): (not row.critic, f"{name} has no critic"),
+        ("gae_lambda",): (not row.has_critic, f"{name} has no critic"),
         ("kl",): (not row.kl_coef, "algo.kl_coef is 0"),
         ("importance_bounds",): (row.importance in ("none", "token"), f"algo.importance={row.importance} has no bounds"),
         ("filter_bounds",): (row.filter == "none", "algo.filter is none"),

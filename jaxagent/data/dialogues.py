@@ -85,7 +85,7 @@ class Examples:
         self._check_length(where, len(row.tokens))
         if wrong := [i for i in row.tokens if not 0 <= i < self.template.vocab_size]:
             raise ValueError(f"{where}: token {wrong[0]} is not among the {self.template.vocab_size} of the policy's tokenizer")
-        return [row] if row.stop.counts and any(row.mask) else []
+        return [row] if row.stop.counts and not row.past and any(row.mask) else []
 
     def _dialogue(self, where: str, record: dict[str, Any], name: str) -> Rendered:
         """The prompt and what is under `name` as one dialogue."""

@@ -25,7 +25,7 @@ class Row:
     routing: np.ndarray | None = None  # [tokens - 1, L, k], the experts that the sampler took
     value: Sequence[float] | None = None  # of a critic before the step, one per token
     target: Sequence[float] | None = None  # that the critic is to say, one per token
-    judged: Sequence[bool] | None = None  # where
+    judged: Sequence[float] | None = None  # where, and how often that counts
 
 
 @dataclass
@@ -47,7 +47,7 @@ class Batch:
     routing: np.ndarray | None = None  # [M, T, L, k]; -1 leaves the choice to the router
     value: np.ndarray | None = None  # of the critic before the step: of the state in which the token is chosen
     target: np.ndarray | None = None
-    judged: np.ndarray | None = None  # where the critic is to say the target
+    judged: np.ndarray | None = None  # where the critic is to say the target; a process reward model at fed tokens too
     reference: np.ndarray | None = None  # log-probs of the policy at the start of reinforcement
 
     @classmethod
@@ -173,8 +173,8 @@ def _place(batch: Batch, m: int, at: int, segment: int, row: Row) -> int:
     for name in ("value", "target", "judged"):
         if (given := getattr(row, name)) is not None:
             if getattr(batch, name) is None:
-                setattr(batch, name, np.zeros(batch.tokens.shape, np.bool_ if name == "judged" else np.float32))
-            getattr(batch, name)[m, span] = np.where(row.mask, given, 0)
+                setattr(batch, name, np.zeros(batch.tokens.shape, np.float32))
+            getattr(batch, name)[m, span] = given
     if row.routing is not None:
         if batch.routing is None:
             batch.route(*row.routing.shape[1:])

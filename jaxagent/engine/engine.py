@@ -144,7 +144,7 @@ class Engine:
     async def generate(self, request: SampleRequest) -> Sample:
         """Feeds the request's tokens and samples one turn. Raises ValueError for a request that cannot be served."""
         if len(request.stop) > self.options.stop_tokens:
-            raise ValueError(f"at most {self.options.stop_tokens} stop ids (engine.stop_tokens), got {request.stop}")
+            raise ValueError(f"at most {self.options.stop_tokens} stop ids (EngineOptions.stop_tokens), got {request.stop}")
         if strange := [token for token in request.tokens if not 0 <= token < self._vocab_size]:
             raise ValueError(
                 f"trajectory {request.trajectory!r}: token {strange[0]} is not in a vocabulary of {self._vocab_size}"

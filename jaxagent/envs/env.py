@@ -33,8 +33,10 @@ class Step:
         terminated: the episode is over; `answered` where the policy's final answer ended it.
         truncated: the world broke; `error` says how.
         state: key of the state that the next action is taken in, for anchor-state credit.
-        agent: who acts next, in worlds of several agents.
-        rewards: increments for agents other than the one that acted, as at the end of a game.
+        agent: whose seat acts next, in worlds of several agents. What stands before a `#` is its role: `solver#1` and
+            `solver#2` are two seats of one role, which is compared with itself. A seat's dialogue begins with its first step.
+        past: that seat is played by an earlier version of the policy, from which nothing is learnt; see `World`.
+        rewards: increments for seats other than the one that acted, as at the end of a game.
         tools: the calls that the action caused.
     """
 
@@ -47,6 +49,7 @@ class Step:
     error: str = ""
     state: str = ""
     agent: str = "agent"
+    past: bool = False
     rewards: dict[str, float] = field(default_factory=dict)
     tools: list[ToolRecord] = field(default_factory=list)
     parts: dict[str, float] = field(default_factory=dict)
@@ -66,9 +69,10 @@ class Env(Protocol):
 class World(Protocol):
     """One per run: tells its tools and tasks, makes episodes, and shows how a (sloppy) agent behaves.
 
-    A world may also have `sizes`, how many tasks its splits have, where they are not without end; `runs_code = True`, where
-    its sessions run programs that the policy wrote; and `close`, which ends what it has started. One that has nothing to show
-    leaves `demonstrate` away, and trains without a warm-up.
+    A world may also have `sizes`, how many tasks its splits have, where they are not without end; `runs_code = True`, where its
+    sessions run programs that the policy wrote; `close`, which ends what it has started; `past`, where earlier versions of the
+    policy play some of its seats; and `seats`, how many the policy has in an episode, where they are several. One that has
+    nothing to show leaves `demonstrate` away, and trains without a warm-up.
     """
 
     @property
@@ -90,6 +94,29 @@ class World(Protocol):
     def demonstrate(self, task: Task, rng: random.Random) -> list[Message]:
         """A dialogue for the supervised warm-up."""
         ...
+
+
+@dataclass(frozen=True)
+class Past:
+    """Which earlier versions of the policy a world plays with: one of every `every` training steps, the last `keep` of them."""
+
+    every: int
+    keep: int
+
+    def __post_init__(self) -> None:
+        for name in ("every", "keep"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"env.options.past_{name} must be at least 1, got {getattr(self, name)}")
+
+
+def past_of(world: World) -> Past | None:
+    """Which earlier versions of the policy a world wants, if any."""
+    return getattr(world, "past", None)
+
+
+def seats_of(world: World) -> int:
+    """How many seats the policy has in an episode."""
+    return int(getattr(world, "seats", 1))
 
 
 def size_of(world: World, split: str) -> int:

@@ -108,7 +108,7 @@ class Shaping:
             if self._whole:
                 self._replace(turns, outcome, progress)
             self._charge(turns, segments, outcome, calls, min(solved, default=calls))
-            _settle(segments)
+            settle(segments)
 
     def _replace(self, turns: Sequence[Turn], outcome: float, progress: float) -> None:
         """The whole of the form and the outcome in place of the outcome; it stands on the last turn."""
@@ -151,7 +151,7 @@ def _set(turn: Turn, name: str, amount: float) -> None:
         turn.reason = "; ".join(filter(None, (turn.reason, f"{name} {amount:+.3g}")))
 
 
-def _settle(segments: Sequence[Trajectory]) -> None:
+def settle(segments: Sequence[Trajectory]) -> None:
     """Tells every segment again what the others of its rollout brought in."""
     own = [(sum(turn.reward for turn in row.turns), sum(turn.outcome or 0.0 for turn in row.turns)) for row in segments]
     reward, outcome = (sum(column) for column in zip(*own, strict=True))

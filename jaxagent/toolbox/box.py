@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxagent.toolbox import sandboxed
-from jaxagent.toolbox.arithmetic import calculator
+from jaxagent.toolbox.calculator import calculator
 from jaxagent.toolbox.kit import Kit, Task, Workplace
 from jaxagent.toolbox.memory import memory
 from jaxagent.toolbox.model_context import mcp

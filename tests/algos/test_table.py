@@ -47,6 +47,13 @@ CLIP = {"clip_low": 0.2, "clip_high": 0.2}
             "turn_mean",
             {"unit": "turn", "critic": True, "whiten": True, "gamma": 0.95, "gae_lambda": 0.95},
         ),
+        (
+            "agent_prm",
+            "plain",
+            "clipped",
+            "turn_mean",
+            {"unit": "turn", "critic": False, "process": True, "whiten": True, "gamma": 1.0, "gae_lambda": 1.0},
+        ),
         ("decoupled", "normalised", "clipped", "token_mean", {"importance": "token_masked", "importance_bounds": (0.0, 5.0)}),
         ("tis", "normalised", "clipped", "sequence_mean", {"importance": "token_truncated", "importance_bounds": (0.0, 2.0)}),
         ("icepop", "normalised", "clipped", "sequence_mean", {"importance": "token_masked", "importance_bounds": (0.5, 5.0)}),
@@ -138,12 +145,17 @@ def test_a_row_without_a_bound_has_no_clips_and_no_row_has_no_columns() -> None:
 
 def test_what_a_row_asks_of_the_step() -> None:
     assert not TABLE["grpo"].beyond_advantage
-    for changed in (replace(TABLE["grpo"], kl_coef=0.1), replace(TABLE["grpo"], entropy_coef=0.1), TABLE["ppo"]):
+    for changed in (
+        replace(TABLE["grpo"], kl_coef=0.1),
+        replace(TABLE["grpo"], entropy_coef=0.1),
+        TABLE["ppo"],
+        TABLE["agent_prm"],
+    ):
         assert changed.beyond_advantage
     assert replace(TABLE["rloo"], kl_coef=0.1).kl_in_reward
     assert not replace(TABLE["rloo"], kl_coef=0.1).beyond_advantage
     assert {name for name, row in TABLE.items() if not row.compares} == {
-        *("reinforce", "spiral", "reinforce_to_go", "reinforce_pp", "ppo", "ppo_dual", "ppo_turn")
+        *("reinforce", "spiral", "reinforce_to_go", "reinforce_pp", "ppo", "ppo_dual", "ppo_turn", "agent_prm")
     }
     assert {name for name, row in TABLE.items() if row.old_matters} == {
         *("decoupled", "tis", "icepop", "sequence_tis", "sequence_mis", "geometric")

@@ -11,7 +11,7 @@ from drawn import drawn
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxagent.toolbox.arithmetic import evaluate
+from jaxagent.toolbox.calculator import evaluate
 from jaxagent.toolbox.box import Toolbox
 from jaxagent.tools import ToolFailed
 
