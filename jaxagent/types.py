@@ -251,6 +251,8 @@ class Trajectory:
     rollout: int  # index in the group
     role: str = "agent"
     segment: int = 0  # counts the rows of one rollout and role, where its conversation was begun anew
+    trunk: int = -1  # the rollout of its group that a continuation shares its first turns with; see stem.py
+    trunk_turns: int = 0  # how many: they are its prompt, not its own turns
     elsewhere: float = 0.0  # rewards of the turns in its other segments, once the episode has ended
     outcome_elsewhere: float | None = None  # their outcomes; None where those are all of their rewards
     tokens: list[int] = field(default_factory=list)
@@ -318,10 +320,11 @@ class Trajectory:
 
 @dataclass
 class Group:
-    """The rollouts of one (task, seed), which are compared with each other."""
+    """The rollouts of one (task, seed), which are compared with each other, and continuations of some of their turns."""
 
     key: str
     trajectories: list[Trajectory]
+    branches: list[Trajectory] = field(default_factory=list)
 
 
 def by_rollout(rows: Iterable[Trajectory]) -> list[list[Trajectory]]:

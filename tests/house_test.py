@@ -20,7 +20,7 @@ FLOORS = (
     "types metrics alarms progress config sharding compiled algos",
     "rewards tools chat data view models checkpoint objective",
     "credit selection envs engine learner critic",
-    "agent",
+    "agent stem",
     "rollout",
     "feed serve",
     "parts evaluate policy supervised",
@@ -28,7 +28,22 @@ FLOORS = (
     "__main__",
 )
 FLOOR = {name: number for number, names in enumerate(FLOORS) for name in names.split()}
-HOST = {"types", "chat", "tools", "rewards", "envs", "agent", "rollout", "feed", "serve", "data", "view", "metrics", "config"}
+HOST = {
+    "types",
+    "chat",
+    "tools",
+    "rewards",
+    "envs",
+    "agent",
+    "branch",
+    "rollout",
+    "feed",
+    "serve",
+    "data",
+    "view",
+    "metrics",
+    "config",
+}
 KNOW_THE_CONFIG = {"config", "parts", "evaluate", "policy", "view", "train", "finetune", "__main__"}
 
 

@@ -67,7 +67,9 @@ class World(Protocol):
     """One per run: tells its tools and tasks, makes episodes, and shows how a (sloppy) agent behaves.
 
     A world may also have `sizes`, how many tasks its splits have, where they are not without end; and `runs_code = True`,
-    where its sessions run programs that the policy wrote. One that has nothing to show leaves `demonstrate` away, and
+    where its sessions run programs that the policy wrote; and `forks = True`, where its episodes have `async fork(name)`, a
+    copy under another name that goes on from the same state: continuations of a turn then need not take the turns before it
+    again. One that has nothing to show leaves `demonstrate` away, and
     trains without a warm-up.
     """
 
