@@ -7,10 +7,14 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
+from jaxagent.algos.values import branch_scores, chosen_turns
 from jaxagent.data.tasks import TaskStream, ValueStream
-from jaxagent.envs.env import ENDLESS, World, size_of
+from jaxagent.envs.env import ENDLESS, Task, World, size_of
 from jaxagent.rollout import Rollouts
-from jaxagent.types import Group, Sampling, Trajectory
+from jaxagent.stem import paths_of, stem_of, want_one_agent
+from jaxagent.types import Group, Sampling, Trajectory, sampling_key
 
 
 @dataclass(frozen=True)
@@ -20,6 +24,8 @@ class FeedOptions:
     Args:
         prompts: groups of a step.
         rollouts: trajectories of a group.
+        branches: continuations of a finished group's turns, drawn where the values of their states are uncertain; a group whose
+            rollouts all came to the same has none. See algos/values.py.
         max_rounds: how often groups without a signal are replaced by new ones, for algorithms that select mixed groups.
         max_staleness: versions between sampling and training; only 0 is built.
         max_repeats: 0 draws tasks in a shuffled order; above, by their value p (1 - p), each at most so often in as many draws
@@ -28,6 +34,7 @@ class FeedOptions:
 
     prompts: int = 16
     rollouts: int = 8
+    branches: int = 0
     max_rounds: int = 3
     max_staleness: int = 0
     max_repeats: int = 0
@@ -38,8 +45,9 @@ class FeedOptions:
         for name in ("prompts", "rollouts", "max_rounds"):
             if getattr(self, name) < 1:
                 raise ValueError(f"feed.{name} must be at least 1, got {getattr(self, name)}")
-        if self.max_repeats < 0:
-            raise ValueError(f"feed.max_repeats must be at least 0, got {self.max_repeats}")
+        for name in ("max_repeats", "branches"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"feed.{name} must be at least 0, got {getattr(self, name)}")
 
 
 def stream_of(world: World, seed: int, options: FeedOptions) -> TaskStream | ValueStream:
@@ -99,7 +107,27 @@ class Feed:
         for index, group in zip(indices, groups, strict=True):
             counted = [row for row in group.trajectories if row.stop.counts and not row.segment]
             self.tasks.tell(index, sum(row.solved for row in counted), len(counted))
+        if self.options.branches:
+            self._branch(groups, [task for _, task in named])
         return groups
+
+    def _branch(self, groups: list[Group], tasks: list[Task]) -> None:
+        """Has turns of finished groups continued, all at once. Raises ValueError for worlds of several agents."""
+        started = []
+        for group, task in zip(groups, tasks, strict=True):
+            want_one_agent(group.trajectories)
+            rows = [row for row in group.trajectories if row.stop.counts and not row.segment and row.turns]
+            rewards = [np.asarray([turn.reward for turn in row.turns]) for row in rows]
+            for reward, row in zip(rewards, rows, strict=True):
+                reward[-1] += row.elsewhere
+            rng = np.random.default_rng(sampling_key(self.rollouts.seed, f"{group.key}@", 0))
+            scores = branch_scores(paths_of([[row] for row in rows], rewards, [0] * len(rows)))
+            places = chosen_turns(scores, self.options.branches, rng)
+            for place in sorted(set(places)):
+                stem, numbers = stem_of(rows[place[0]], place[1]), range(places.count(place))
+                started.append((group, self.rollouts.branch(stem, task, numbers, self.sampling)))
+        for group, futures in started:
+            group.branches += wait(futures)
 
     def state(self) -> dict[str, Any]:
         return {"drawn": self.drawn, "tasks": self.tasks.state()}

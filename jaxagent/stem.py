@@ -2,6 +2,7 @@
 
 A continuation is a row of its own whose prompt are the tokens of the stem, so that nothing of the stem is trained on twice and
 the sampler prefills it once for all of a stem's continuations. `Agent.retrace` brings the world back, `Rollouts.branch` plays.
+`paths_of` turns episodes and continuations into the arrays of algos/values.py, for who chooses turns and for who learns.
 """
 
 from __future__ import annotations
@@ -9,6 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
+from jaxagent.algos.values import Paths
 from jaxagent.envs.env import Step
 from jaxagent.types import Message, Trajectory
 
@@ -93,3 +97,29 @@ class Resumed:
 
     step: Step
     told: tuple[Message, ...]
+
+
+def paths_of(rollouts: Sequence[Sequence[Trajectory]], rewards: Sequence[np.ndarray], groups: Sequence[int]) -> Paths:
+    """Rollouts and continuations, each with all its segments, as padded arrays.
+
+    A state is known by its key, or where the world gives none by the tokens before the turn, which a trunk and its
+    continuations share.
+
+    Args:
+        rewards: of each rollout's turns.
+        groups: of the rollouts; a continuation is in the group of its trunk.
+    """
+    ids: dict[str | bytes, int] = {}
+    shape = len(rollouts), max((len(reward) for reward in rewards), default=0)
+    reward_BU, mask_BU, state_BU = np.zeros(shape, np.float32), np.zeros(shape, bool), np.zeros(shape, int)
+    for i, (segments, reward) in enumerate(zip(rollouts, rewards, strict=True)):
+        keys = [t.state or np.asarray(row.tokens[: t.start]).tobytes() for row in segments for t in row.turns]
+        reward_BU[i, : len(reward)], mask_BU[i, : len(reward)] = reward, True
+        state_BU[i, : len(keys)] = [ids.setdefault(key, len(ids)) for key in keys]
+    first = [segments[0] for segments in rollouts]
+    trunks = {
+        (group, row.role, row.rollout): i for i, (row, group) in enumerate(zip(first, groups, strict=True)) if row.trunk < 0
+    }
+    trunk = [trunks.get((group, row.role, row.trunk), -1) for row, group in zip(first, groups, strict=True)]
+    leave = np.asarray([row.trunk_turns for row in first])
+    return Paths(reward_BU, mask_BU, state_BU, np.asarray(groups), np.asarray(trunk), leave)

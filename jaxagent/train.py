@@ -284,7 +284,7 @@ def train(run: Run) -> None:
         # Gradients: rows without advantage cost nothing.
         with run.clock.part("train"):
             values |= update(run, groups, step)
-        run.store.write(f"train-{step + 1:06d}", [row for group in sampled for row in group.trajectories])
+        run.store.write(f"train-{step + 1:06d}", [row for group in sampled for row in [*group.trajectories, *group.branches]])
         # New weights into the sampler: a copy on the device.
         with run.clock.part("publish"):
             parts.engines.publish(parts.learner.params, version=step + 1)
@@ -399,8 +399,10 @@ def sound(rows: Sequence[Trajectory], max_broken: float) -> list[Trajectory]:
 def described(run: Run, groups: Sequence[Group]) -> dict[str, float]:
     """The numbers of a step's rollouts. Raises Broken, and stores the rows, where they cannot be trained on."""
     rows = [row for group in groups for row in group.trajectories]
+    branches = [row for group in groups for row in group.branches]
     try:
         good = sound(rows, run.config.train.max_broken)
+        continued = sound(branches, run.config.train.max_broken) if branches else []
     except Broken:
         run.store.write(f"broken-{run.step - run.config.warmup.steps + 1:06d}", rows)
         raise
@@ -432,6 +434,9 @@ def described(run: Run, groups: Sequence[Group]) -> dict[str, float]:
         "engine/offloaded": float(stats.offloaded),
         "sandbox/restarts": float(run.parts.sandbox.restarts),
     }
+    if run.config.feed.branches:
+        values["rollout/branches"] = float(len(continued))
+        values["rollout/branch_tokens"] = float(sum(sum(row.mask) for row in continued))
     values |= sampling_metrics(good, run.step - run.config.warmup.steps)
     values |= {f"reward/{name}": value for name, value in components(good).items()}
     for stop in sorted({row.stop for row in rows}):

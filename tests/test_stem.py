@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from scripted import ScriptedSampler, script
-from toys import Stairs, climbing
+from toys import InTurns, Stairs, climbing
 
 from jaxagent.agent import Agent, Limits
 from jaxagent.chat.plain import PlainTemplate
@@ -199,24 +199,8 @@ def test_a_fork_that_fails_is_brought_back_by_its_own_turns() -> None:
     assert [(row.attempts, row.stop) for row in rows] == [(2, StopReason.MAX_TURNS)] * 2
 
 
-class Table(Stairs):
-    """Two who climb in turns."""
-
-    def episode(self, name: str, sandbox: Any) -> Any:
-        climb = super().episode(name, sandbox)
-        step = climb.step
-
-        async def answer(action: Message) -> Step:
-            said = await step(action)
-            said.agent = "white" if self.steps % 2 == 0 else "black"
-            return said
-
-        climb.step = answer
-        return climb
-
-
 def test_episodes_of_several_agents_are_refused_by_name() -> None:
-    with rollouts(Table(99)) as many:
+    with rollouts(InTurns(99)) as many:
         rows = played(many)
         assert [row.role for row in rows] == ["agent", "black", "white"]
         (row,) = continued(many, stem_of(rows[0], 0), 0)

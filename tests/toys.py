@@ -108,5 +108,21 @@ class Climb:
         self.world.closed += 1
 
 
+class InTurns(Stairs):
+    """The same with two who act in turns."""
+
+    def episode(self, name: str, sandbox: Any) -> Climb:
+        climb = super().episode(name, sandbox)
+        step = climb.step
+
+        async def answer(action: Message) -> Step:
+            said = await step(action)
+            said.agent = "white" if self.steps % 2 == 0 else "black"
+            return said
+
+        climb.step = answer  # type: ignore[method-assign]
+        return climb
+
+
 def climbing(*moves: str) -> list[Message]:
     return [Message("assistant", calls=(ToolCall(move),)) for move in moves]

@@ -41,6 +41,8 @@ class Algorithm:
             advantages.of_rollouts_and_turns.
         outcome_weight, turn_weight: of the two comparisons.
         gamma, gae_lambda: per turn or per token, as `unit` says; of the comparison of turns per turn.
+        anchored: of turns: values are means over the visits of their states by the group's other paths, which continuations of
+            chosen turns (feed.branches) may add to, see values.py.
         critic: a value function is trained, see critic.py; of value_clip, see losses.value_loss.
         separate: every named part of the reward is compared by itself (GDPO).
         whiten: advantages are whitened over all sampled tokens of the step.
@@ -69,6 +71,7 @@ class Algorithm:
     gamma: float = 1.0
     gae_lambda: float = 1.0
     critic: bool = False
+    anchored: bool = False
     value_clip: float = 0.2
     separate: bool = False
     whiten: bool = False
@@ -106,7 +109,7 @@ class Algorithm:
     @property
     def compares(self) -> bool:
         """Whether a rollout alone in its group learns nothing."""
-        return self.unit == "rollout" and self.advantage != "plain"
+        return self.anchored or (self.unit == "rollout" and self.advantage != "plain")
 
     @property
     def old_matters(self) -> bool:
@@ -147,6 +150,9 @@ TABLE = {
     "ppo_dual":     replace(_PPO, source="arXiv:1912.09729", clip_dual=3.0),
     "ppo_turn":     replace(_PPO, source="arXiv:1707.06347, a turn as one action", aggregate="turn_mean", unit="turn",
                             gamma=0.95, gae_lambda=0.95),
+    # values without a critic; feed.branches continues turns of uncertain value
+    "anchor_gae":   replace(_PPO, source="algos/values.py", aggregate="turn_mean", unit="turn", gamma=0.95, critic=False,
+                            anchored=True),
     # a stale or mismatched sampler
     "decoupled":    replace(_GRPO, source="arXiv:2505.24298", aggregate="token_mean", importance="token_masked",
                             importance_bounds=(0.0, 5.0)),
