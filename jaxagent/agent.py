@@ -8,6 +8,7 @@ from typing import Protocol
 
 from jaxagent.chat.template import Template
 from jaxagent.envs.env import Env, Step, Task
+from jaxagent.stem import Diverged, Resumed, Stem
 from jaxagent.types import Message, Sampler, SampleRequest, Sampling, StopReason, ToolSpec, Trajectory
 
 
@@ -37,6 +38,7 @@ class Seat:
     unfed: list[int] = field(default_factory=list)
     held: int = 0  # tokens that the sampler has
     told: list[Message] = field(default_factory=list)  # the dialogue so far
+    before: int = 0  # turns of a stem, which are in no row of its own
 
     @property
     def trajectory(self) -> Trajectory:
@@ -45,7 +47,7 @@ class Seat:
 
     @property
     def turns(self) -> int:
-        return sum(len(row.turns) for row in self.rows)
+        return self.before + sum(len(row.turns) for row in self.rows)
 
 
 class Player(Protocol):
@@ -79,23 +81,40 @@ class Agent:
         self.template, self.tools, self.sampler, self.limits, self.past = template, tools, sampler, limits, past
         self.constraint = template.constraint(tools) if constrain_calls and tools else None
 
-    async def play(self, env: Env, task: Task, rows: list[Trajectory], key: tuple[int, int], sampling: Sampling) -> None:
+    async def play(
+        self,
+        env: Env,
+        task: Task,
+        rows: list[Trajectory],
+        key: tuple[int, int],
+        sampling: Sampling,
+        stem: Stem | None = None,
+        resumed: Resumed | None = None,
+    ) -> None:
         """Plays one episode into `rows`, which holds the first seat's row and gets one more for every further seat or segment.
 
-        Raises what the environment or the sampler raises: `rollout.py` turns that into data.
+        With a stem it is a continuation: the world is brought back to the stem's end, unless `resumed` says that it is there.
+
+        Raises what the environment or the sampler raises, or Diverged: `rollout.py` turns that into data.
         """
         seats: dict[str, Seat] = {}
         try:
             rows[0].waiting = "environment"
-            step = await env.reset(task, rows[0].seed)
+            if stem and not resumed:
+                resumed = await self.retrace(env, task, stem)
+            step = resumed.step if resumed else await env.reset(task, rows[0].seed)
             rows[0].waiting = ""
             seat = self._seat(seats, step, rows, key)
+            if stem and resumed:
+                self._take_up(seat, stem, resumed)
             while not (stop := self._told(seat, step, rows, sampling)):
                 step = await self._act(seat, env, step, sampling)
                 for agent, reward in step.rewards.items():
                     if agent in seats:  # who never acted has nothing to learn from
                         seats[agent].trajectory.turns[-1].earn(reward)
                 if not (step.terminated or step.truncated):
+                    if stem and step.agent != stem.role:
+                        raise _not_alone(stem, step)
                     seat = self._seat(seats, step, rows, key)
             for row in rows:
                 row.stop, row.error = stop, step.error
@@ -108,6 +127,50 @@ class Agent:
 
     async def close(self) -> None:
         """Nothing is left open between episodes."""
+
+    async def retrace(self, env: Env, task: Task, stem: Stem) -> Resumed:
+        """Takes the turns of a stem again, as they were sampled, and returns where that leads.
+
+        Raises Diverged where the world says other things than it did, token for token, or ends.
+        """
+        step, told, held = await env.reset(task, stem.seed), list[Message](), 0
+        for number in range(stem.turns + 1):
+            if step.terminated or step.truncated:
+                raise Diverged(f"retracing {stem.group}: the episode ended before turn {number}: {step.error or step.reason}")
+            if step.agent != stem.role:
+                raise _not_alone(stem, step)
+            start, end = stem.spans[number] if number < stem.turns else (len(stem.tokens), 0)
+            if not held:
+                ids = self.template.prompt(step.messages, self.tools)
+            elif self.template.restart(told, step.messages, self.tools):
+                raise Diverged(f"retracing {stem.group}: before turn {number} the conversation was begun anew in another row")
+            else:
+                closed = stem.tokens[held - 1] in self.template.stop
+                ids = self.template.extend(step.messages, closed=closed, after=told[-1])
+            if tuple(ids) != stem.tokens[held:start]:
+                said, was = self.template.text(ids), self.template.text(stem.tokens[held:start])
+                raise Diverged(
+                    f"retracing {stem.group}: before turn {number} the world said {said!r} where it had said {was!r}; "
+                    "only what (task, seed) and the actions reproduce can be branched"
+                )
+            if number < stem.turns:
+                action, heard = self._read(list(stem.tokens[start:end]))
+                told += [*step.messages, heard]
+                step, held = await env.step(action), end
+        return Resumed(step, tuple(told))
+
+    def _take_up(self, seat: Seat, stem: Stem, resumed: Resumed) -> None:
+        """Puts a seat where a stem's last turn ended; what was said after it is told as ever."""
+        taken = list(stem.tokens[: stem.spans[-1][1]]) if stem.spans else []
+        seat.trajectory.feed(taken)
+        seat.unfed, seat.told, seat.before = taken, list(resumed.told), stem.turns
+
+    def _read(self, tokens: Sequence[int]) -> tuple[Message, Message]:
+        """A sampled turn as the world is given it, and as it stands in the dialogue."""
+        action: Message = self.template.parse(tokens, self.tools)
+        closed = tokens[-1:] and tokens[-1] in self.template.stop  # a stop string leaves all that it ends in
+        words = tokens[:-1] if closed else tokens
+        return action, Message("assistant", self.template.text(words)) if action.error else action
 
     def _seat(self, seats: dict[str, Seat], step: Step, rows: list[Trajectory], key: tuple[int, int]) -> Seat:
         if step.agent not in seats:
@@ -173,11 +236,9 @@ class Agent:
         seat.held += len(seat.unfed) + len(sample.tokens)
         seat.unfed = []
         turn = trajectory.sampled(sample, step.state, self.template.text(sample.tokens))
-        action: Message = self.template.parse(sample.tokens, self.tools)
+        action, heard = self._read(sample.tokens)
         turn.error = action.error
-        closed = sample.tokens[-1:] and sample.tokens[-1] in self.template.stop  # a stop string leaves all that it ends in
-        words = sample.tokens[:-1] if closed else sample.tokens
-        seat.told.append(Message("assistant", self.template.text(words)) if action.error else action)
+        seat.told.append(heard)
         trajectory.waiting = "environment"
         answer = await env.step(action)
         trajectory.waiting = ""
@@ -186,6 +247,12 @@ class Agent:
         rest = answer.reward - sum(answer.parts.values())
         turn.outcome = answer.parts.get("outcome", rest) if answer.parts else None
         return answer
+
+
+def _not_alone(stem: Stem, step: Step) -> Diverged:
+    return Diverged(
+        f"continuing {stem.group}: {step.agent!r} is to act, and only episodes of {stem.role!r} alone can be branched"
+    )
 
 
 def beside(first: Trajectory) -> Trajectory:

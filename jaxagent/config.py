@@ -271,6 +271,8 @@ def _algorithm_faults(c: ConfigDict) -> Iterator[str]:
     row = algorithm_of(c)
     if row is None:
         return
+    if c.feed.branches and row.anchored and c.reward:
+        yield "feed.branches must be 0 where reward shapes whole episodes: a continuation is only the end of one"
     if c.feed.rollouts == 1 and (row.compares or row.select == "mixed"):
         yield f"feed.rollouts must be at least 2, a group of one has no baseline in {c.algo.name}; got 1"
     if c.finetune.mode:  # no policy gradient is taken
@@ -306,6 +308,10 @@ def _inert(c: ConfigDict) -> Iterator[tuple[str, str]]:
         "chat.history": (not c.init_from, "the template of a policy from scratch rewrites nothing"),
         "warmup.": (not c.warmup.steps, "warmup.steps is 0"),
         "warmup_optimizer.": (not c.warmup.steps, "warmup.steps is 0"),
+        "feed.branches": (
+            bool(mode) or (row is not None and not row.anchored),
+            "the algorithm knows no continuations of turns",
+        ),
         "feed.max_rounds": (row is not None and row.select != "mixed", "the algorithm keeps all groups"),
         "engine.recompute": (
             not c.feed.max_staleness,

@@ -22,8 +22,10 @@ from jaxagent.algos.advantages import (
     whitened,
 )
 from jaxagent.algos.table import Algorithm
+from jaxagent.algos.values import anchored, path_weights
 from jaxagent.data.pack import Row
 from jaxagent.metrics import Mean
+from jaxagent.stem import paths_of
 from jaxagent.types import Group, StopReason, Trajectory, Turn, by_rollout
 
 
@@ -53,6 +55,7 @@ class Rollout:
     group: int  # its place among the groups of the step
     penalty: list[np.ndarray]  # per token of each segment: what is subtracted from the reward; empty for nothing
     value: list[np.ndarray]  # per token of each segment; empty without a critic
+    part: np.ndarray | None = None  # of each turn in the loss, where futures were sampled several times
 
     @cached_property
     def turns(self) -> list[Turn]:
@@ -113,11 +116,20 @@ Arrays = Mapping[int, np.ndarray]
 
 def counted(groups: Sequence[Group]) -> list[Trajectory]:
     """The rows of the rollouts that count: what the infrastructure broke, or what sampled nothing, teaches nothing."""
-    return [row for group in groups for rollout in _counting(group) for row in rollout]
+    return [row for group in groups for rollout in [*_counting(group), *_continuing(group)] for row in rollout]
 
 
 def _counting(group: Group) -> list[list[Trajectory]]:
-    rollouts = by_rollout(group.trajectories)
+    return _teaching(group.trajectories)
+
+
+def _continuing(group: Group) -> list[list[Trajectory]]:
+    """The continuations of a group that count."""
+    return _teaching(group.branches)
+
+
+def _teaching(rows: Sequence[Trajectory]) -> list[list[Trajectory]]:
+    rollouts = by_rollout(rows)
     return [segments for segments in rollouts if segments[0].stop.counts and any(any(row.mask) for row in segments)]
 
 
@@ -146,7 +158,7 @@ def assign(
             [value[id(row)] for row in segments] if value else [],
         )
         for g, group in enumerate(groups)
-        for segments in _counting(group)
+        for segments in [*_counting(group), *(_continuing(group) if algorithm.anchored else [])]
     ]
     found: list[list[Credit]] = [[] for _ in groups]
     if not rollouts:
@@ -157,6 +169,8 @@ def assign(
         used = np.concatenate([np.full(len(x), not _dropped(r, algorithm)) for x, r in zip(by_token, rollouts, strict=True)])
         flat = whitened(np.concatenate(by_token), used)
         by_token = np.split(flat, np.cumsum([len(x) for x in by_token])[:-1])
+    if algorithm.anchored:
+        _count_futures_once(rollouts)
     for i, (rollout, advantage) in enumerate(zip(rollouts, by_token, strict=True)):
         sums = np.bincount(rollout.turn_of_token, advantage, len(rollout.turns))
         for turn, total, n in zip(rollout.turns, sums, rollout.lengths, strict=True):
@@ -193,13 +207,24 @@ def _advantages(
     for reward, mean in zip(rewards, means, strict=True):
         reward[-1] -= mean
     mask_BU = padded([np.ones(len(r.turns), bool) for r in rollouts])
-    if algorithm.unit == "turn":
+    if algorithm.anchored:
+        paths = paths_of([r.segments for r in rollouts], rewards, [r.group for r in rollouts])
+        by_turn = target = anchored(paths, algorithm.gamma)
+    elif algorithm.unit == "turn":
         value = [r.value_of_turns for r in rollouts]
         by_turn, target = gae(padded(rewards), padded(value), mask_BU, algorithm.gamma, algorithm.gae_lambda)
     else:
         by_turn = target = _of_comparisons(rollouts, rewards, mask_BU, algorithm)
     per_token = [(by_turn[i][r.turn_of_token], target[i][r.turn_of_token]) for i, r in enumerate(rollouts)]
     return [a for a, _ in per_token], [t for _, t in per_token], [r.first_tokens for r in rollouts]
+
+
+def _count_futures_once(rollouts: Sequence[Rollout]) -> None:
+    """The parts of trunks and continuations in the loss: all that go on from one turn count together as one."""
+    nothing = [np.zeros(len(r.turns)) for r in rollouts]
+    weight_BU = path_weights(paths_of([r.segments for r in rollouts], nothing, [r.group for r in rollouts]))
+    for rollout, weight in zip(rollouts, weight_BU, strict=True):
+        rollout.part = weight[: len(rollout.turns)]
 
 
 def _of_tokens(
@@ -277,6 +302,8 @@ def _credits(
 ) -> list[Credit]:
     """A rollout's credit, row by row. Its segments weigh together what one row of their length would."""
     pairs = np.asarray(losses.aggregation(algorithm.aggregate, rollout.lengths, algorithm.length))
+    if rollout.part is not None:
+        pairs = pairs * rollout.part[:, None]
     weight, share = (rollout.spread(pairs[rollout.turn_of_token, i]) for i in range(2))
     columns = [rollout.spread(advantage), weight, share, *more]
     return [Credit(row, *(column[i] for column in columns)) for i, row in enumerate(rollout.segments)]

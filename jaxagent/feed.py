@@ -15,10 +15,14 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
+
+from jaxagent.algos.values import branch_scores, chosen_turns
 from jaxagent.data.tasks import TaskStream, ValueStream
-from jaxagent.envs.env import ENDLESS, World, size_of
+from jaxagent.envs.env import ENDLESS, Task, World, size_of
 from jaxagent.rollout import Rollouts
-from jaxagent.types import Group, Peers, Sampling, Trajectory
+from jaxagent.stem import paths_of, stem_of, want_one_agent
+from jaxagent.types import Group, Peers, Sampling, Trajectory, sampling_key
 
 
 @dataclass(frozen=True)
@@ -28,6 +32,8 @@ class FeedOptions:
     Args:
         prompts: groups of a step.
         rollouts: trajectories of a group.
+        branches: continuations of a finished group's turns, drawn where the values of their states are uncertain; a group whose
+            rollouts all came to the same has none. See algos/values.py.
         max_rounds: how often groups without a signal are replaced by new ones, for algorithms that select mixed groups.
         max_staleness: most versions between the weights that sampled a token and those that it is trained on.
         max_repeats: 0 draws tasks in a shuffled order; above, by their value p (1 - p), each at most so often in as many draws
@@ -36,6 +42,7 @@ class FeedOptions:
 
     prompts: int = 16
     rollouts: int = 8
+    branches: int = 0
     max_rounds: int = 3
     max_staleness: int = 0
     max_repeats: int = 0
@@ -44,7 +51,7 @@ class FeedOptions:
         for name in ("prompts", "rollouts", "max_rounds"):
             if getattr(self, name) < 1:
                 raise ValueError(f"feed.{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("max_staleness", "max_repeats"):
+        for name in ("max_staleness", "max_repeats", "branches"):
             if getattr(self, name) < 0:
                 raise ValueError(f"feed.{name} must be at least 0, got {getattr(self, name)}")
 
@@ -182,6 +189,8 @@ class Feed:
                 if meanwhile and (not mixed or has_signal(group)):
                     meanwhile.add(group)
                 self._check_age(group, version)
+            if self.options.branches:
+                self._branch([(groups[admitted.number], self.world.task("train", admitted.index)) for admitted in due])
             endings = self._endings(groups.values())
             for admitted in due:
                 group, (solved, played, signal) = groups[admitted.number], endings[admitted.key]
@@ -229,6 +238,24 @@ class Feed:
         """How far the rollouts are ahead of the step: groups that later steps will train on, and how many of them are done."""
         own = [admitted for admitted in self.ahead if admitted.episodes]
         return {"feed/ahead": float(len(own)), "feed/ahead_finished": float(sum(admitted.finished for admitted in own))}
+
+    def _branch(self, finished: Sequence[tuple[Group, Task]]) -> None:
+        """Has turns of finished groups continued, all at once. Raises ValueError for worlds of several agents."""
+        started = []
+        for group, task in finished:
+            want_one_agent(group.trajectories)
+            rows = [row for row in group.trajectories if row.stop.counts and not row.segment and row.turns]
+            rewards = [np.asarray([turn.reward for turn in row.turns]) for row in rows]
+            for reward, row in zip(rewards, rows, strict=True):
+                reward[-1] += row.elsewhere
+            rng = np.random.default_rng(sampling_key(self.rollouts.seed, f"{group.key}@", 0))
+            scores = branch_scores(paths_of([[row] for row in rows], rewards, [0] * len(rows)))
+            places = chosen_turns(scores, self.options.branches, rng)
+            for place in sorted(set(places)):
+                stem, numbers = stem_of(rows[place[0]], place[1]), range(places.count(place))
+                started.append((group, self.rollouts.branch(stem, task, numbers, self.sampling)))
+        for group, futures in started:
+            group.branches += wait(futures)
 
     def state(self) -> dict[str, Any]:
         ahead = [(admitted.number, admitted.index) for admitted in self.ahead]

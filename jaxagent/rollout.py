@@ -1,7 +1,7 @@
 """Many episodes at once, on an asyncio loop of its own. The only place where an exception becomes data.
 
 A failure of the infrastructure is tried again under the same key, so that nothing is resampled; if it stays, the trajectory
-says so and leaves the loss and its group's statistics.
+says so and leaves the loss and its group's statistics. So it is with a continuation whose world did not come back.
 """
 
 from __future__ import annotations
@@ -15,10 +15,12 @@ import time
 from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from jaxagent.agent import Player
 from jaxagent.envs.env import Ablated, Env, Task, World
+from jaxagent.stem import Resumed, Stem
 from jaxagent.types import Sampling, StopReason, Trajectory, sampling_key
 
 
@@ -59,6 +61,25 @@ class Rollouts:
         """
         return [[self._run(self._episode(group, task, i, sampling, ablated)) for i in range(rollouts)] for group, task in tasks]
 
+    def branch(self, stem: Stem, task: Task, numbers: Iterable[int], sampling: Sampling) -> list[Future[list[Trajectory]]]:
+        """Starts the continuations `numbers` of a stem; a future of its rows for each.
+
+        The same number of the same stem is the same continuation. The world is brought back for each of them by taking the
+        stem's turns again; where it `forks`, once for all of them.
+
+        Raises ValueError where the task is another than the stem's, and where programs of the user's play.
+        """
+        if not isinstance(self.agent, Agent):
+            raise ValueError(f"{stem.group}: an episode that a program plays cannot be taken up again at one of its turns")
+        if (task["id"], task["seed"]) != (stem.task, stem.seed):
+            raise ValueError(f"{stem.group} is of task {stem.task} with seed {stem.seed}, got {task['id']} with {task['seed']}")
+        numbers = list(numbers)
+        origin = None
+        if getattr(self.world, "forks", False):
+            name = f"{self._nonce}.{next(self._attempts)}/{stem.group}"
+            origin = _Origin(lambda: self.world.episode(name, self._sandbox), len(numbers))
+        return [self._run(self._continuation(stem, task, number, sampling, origin)) for number in numbers]
+
     def close(self) -> None:
         """Ends the loop; episodes that are still played are cancelled."""
         if self._loop.is_closed():
@@ -93,7 +114,30 @@ class Rollouts:
                     break
             return rows
 
-    async def _attempt(self, rows: list[Trajectory], task: Task, sampling: Sampling, ablated: bool) -> None:
+    async def _continuation(
+        self, stem: Stem, task: Task, number: int, sampling: Sampling, origin: _Origin | None
+    ) -> list[Trajectory]:
+        try:
+            async with self._gate:
+                for attempt in range(1, self.options.attempts + 1):
+                    rows = [stem.row(number, attempt)]
+                    await self._attempt(rows, task, sampling, False, stem, origin if attempt == 1 else None)
+                    if rows[0].stop.counts:
+                        break
+                return rows
+        finally:
+            if origin:
+                await origin.leave()
+
+    async def _attempt(
+        self,
+        rows: list[Trajectory],
+        task: Task,
+        sampling: Sampling,
+        ablated: bool,
+        stem: Stem | None = None,
+        origin: _Origin | None = None,
+    ) -> None:
         began, first = time.monotonic(), rows[0]
         # A sandbox remembers sessions by their key: neither another run's nor one that a killed run left may be found by it.
         name = f"{self._nonce}.{next(self._attempts)}/{first.group}#{first.rollout}"
@@ -101,20 +145,28 @@ class Rollouts:
         deadline = asyncio.timeout(self.options.deadline_s)
         env: Env | None = None
         try:
-            env = self.world.episode(name, self._sandbox)
             async with deadline:
-                await self.agent.play(Ablated(env) if ablated else env, task, rows, key, sampling)
+                if stem and isinstance(self.agent, Agent):
+                    resumed = None
+                    if origin:
+                        env, resumed = await origin.fork(name, partial(self.agent.retrace, task=task, stem=stem))
+                    else:
+                        env = self.world.episode(name, self._sandbox)
+                    await self.agent.play(env, task, rows, key, sampling, stem, resumed)
+                else:
+                    env = self.world.episode(name, self._sandbox)
+                    await self.agent.play(Ablated(env) if ablated else env, task, rows, key, sampling)
         except Exception as error:
             fault = StopReason.INFRA_FAILURE, f"{type(error).__name__}: {error}"
             stop, text = self._missed(rows) if isinstance(error, TimeoutError) and deadline.expired() else fault
             for row in rows:
-                row.stop, row.error = stop, f"turn {len(row.turns)}: {text}"
+                row.stop, row.error = stop, f"turn {row.trunk_turns + len(row.turns)}: {text}"
         finally:
             seconds = time.monotonic() - began
             for row in rows:
                 row.seconds = seconds
             if env is not None:
-                await self._leave(env)
+                await _leave(env)
 
     def _missed(self, rows: list[Trajectory]) -> tuple[StopReason, str]:
         """A missed deadline is the policy's fault where its own tool calls took most of the time."""
@@ -124,8 +176,34 @@ class Rollouts:
         text = f"no end within {limit_s:g} s (rollout.deadline_s), {spent:.1f} s of it in tools; waiting for the {waiting}"
         return StopReason.POLICY_TIMEOUT if spent > limit_s / 2 else StopReason.INFRA_FAILURE, text
 
-    @staticmethod
-    async def _leave(env: Env) -> None:
-        """Closes an episode's world; a fault here cannot change what was sampled."""
-        with contextlib.suppress(Exception):
-            await asyncio.wait_for(env.close(), 5.0)
+
+class _Origin:
+    """An episode brought back to a stem's end once; all continuations get forks of it, and the last one out closes it."""
+
+    def __init__(self, make: Callable[[], Any], continuations: int):
+        self.make, self.left = make, continuations
+        self._env: Any = None
+        self._retraced: asyncio.Task[Resumed] | None = None
+        self._one_at_a_time = asyncio.Lock()
+
+    async def fork(self, name: str, retrace: Callable[[Env], Coroutine[Any, Any, Resumed]]) -> tuple[Env, Resumed]:
+        """A fork, and where it stands. Raises what retracing and forking raise, in every continuation that asks."""
+        if self._retraced is None:
+            self._env = self.make()
+            self._retraced = asyncio.create_task(retrace(self._env))
+        resumed = await asyncio.shield(self._retraced)
+        async with self._one_at_a_time:
+            return await self._env.fork(name), resumed
+
+    async def leave(self) -> None:
+        """One continuation is over."""
+        self.left -= 1
+        if not self.left and self._retraced is not None:
+            self._retraced.cancel()
+            await _leave(self._env)
+
+
+async def _leave(env: Env) -> None:
+    """Closes an episode's world; a fault here cannot change what was sampled."""
+    with contextlib.suppress(Exception):
+        await asyncio.wait_for(env.close(), 5.0)

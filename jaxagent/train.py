@@ -378,8 +378,10 @@ def sound(rows: Sequence[Trajectory], max_broken: float) -> list[Trajectory]:
 def described(run: Run, groups: Sequence[Group]) -> dict[str, float]:
     """The numbers of a step's rollouts. Raises Broken, and stores the rows, where they cannot be trained on."""
     rows = [row for group in groups for row in group.trajectories]
+    branches = [row for group in groups for row in group.branches]
     try:
         good = sound(rows, run.config.train.max_broken)
+        continued = sound(branches, run.config.train.max_broken) if branches else []
     except Broken:
         run.store.write(f"broken-{run.step - run.config.warmup.steps + 1:06d}", rows)
         raise
@@ -409,6 +411,9 @@ def described(run: Run, groups: Sequence[Group]) -> dict[str, float]:
         "engine/offloaded": float(stats.offloaded),
         "sandbox/restarts": float(run.parts.sandbox.restarts),
     }
+    if run.config.feed.branches:
+        values["rollout/branches"] = float(len(continued))
+        values["rollout/branch_tokens"] = float(sum(sum(row.mask) for row in continued))
     values |= sampling_metrics(good, run.step - run.config.warmup.steps) | role_metrics(groups)
     values |= rewards(groups, good)
     stops = run.hosts.gather(sorted({row.stop for row in rows}))

@@ -263,6 +263,8 @@ class Trajectory:
     seat: int = 0  # its place at the table of a world of several agents; several seats may have one role
     past: bool = False  # sampled by an earlier version of the policy: nothing is learnt from it
     segment: int = 0  # counts the rows of one rollout and role, where its conversation was begun anew
+    trunk: int = -1  # the rollout of its group that a continuation shares its first turns with; see stem.py
+    trunk_turns: int = 0  # how many: they are its prompt, not its own turns
     elsewhere: float = 0.0  # rewards of the turns in its other segments, once the episode has ended
     outcome_elsewhere: float | None = None  # their outcomes; None where those are all of their rewards
     tokens: list[int] = field(default_factory=list)
@@ -332,25 +334,28 @@ class Trajectory:
 class Group:
     """The rollouts of one (task, seed), which are compared with each other.
 
-    `others` are rows that earlier versions of the policy played beside them: they are kept, and count nowhere.
+    `branches` are continuations of some of their turns. `others` are rows that earlier versions of the policy played beside
+    them: they are kept, and count nowhere.
     """
 
     key: str
     trajectories: list[Trajectory]
+    branches: list[Trajectory] = field(default_factory=list)
     others: list[Trajectory] = field(default_factory=list)
 
     @classmethod
     def of(cls, key: str, rows: Iterable[Trajectory]) -> Group:
         """A group from all rows of its episodes. What the infrastructure broke is never among the others: it is told."""
-        rows = list(rows)
-        aside = [row.past and row.stop.counts for row in rows]
-        own, others = ([row for row, away in zip(rows, aside, strict=True) if away is kind] for kind in (False, True))
-        return cls(key, own, others)
+        group = cls(key, [])
+        for row in rows:
+            aside = row.past and row.stop.counts
+            (group.others if aside else group.branches if row.trunk >= 0 else group.trajectories).append(row)
+        return group
 
     @property
     def rows(self) -> list[Trajectory]:
         """Everything that was played."""
-        return [*self.trajectories, *self.others]
+        return [*self.trajectories, *self.branches, *self.others]
 
 
 def by_rollout(rows: Iterable[Trajectory]) -> list[list[Trajectory]]:

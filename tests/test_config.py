@@ -270,6 +270,7 @@ def test_a_sandbox_url_may_name_several_servers_or_a_fleet_file_that_has_the_tok
         ("warmup.demos=5", BASE, "warmup.steps is 0"),
         ("warmup_optimizer.lr=0.1", BASE, "warmup.steps is 0"),
         ("feed.max_rounds=5", BASE, "the algorithm keeps all groups"),
+        ("feed.branches=5", BASE, "the algorithm knows no continuations of turns"),
         ("algo.length=50", BASE, "only the aggregation sequence_sum_norm divides by it"),
         ("algo.gamma=0.9", BASE, "returns of whole rollouts are not discounted"),
         ("algo.gae_lambda=0.9", BASE, "grpo has no critic"),
@@ -306,6 +307,7 @@ def test_tokens_that_may_be_old_want_ratios_that_see_it(bound: int) -> None:
 def test_a_key_is_not_inert_where_another_gives_it_a_meaning() -> None:
     assert faults_with("feed.max_rounds=5", "algo.name=dapo") == []
     assert faults_with("algo.length=50", "algo.name=dr_grpo") == []
+    assert faults_with("feed.branches=5", "algo.name=anchor_gae") == []
     assert faults_with("warmup.demos=5", "warmup.steps=2") == []
     assert faults_with("algo.importance=token_truncated", "algo.importance_bounds=(0,3)", "train.old_logprob=trainer") == []
     assert faults_with("algo.kl=k1_reward", "algo.kl_coef=0.01") == []
@@ -328,6 +330,11 @@ def test_a_key_is_not_inert_where_another_gives_it_a_meaning() -> None:
         ),
         (["feed.rollouts=1"], "feed.rollouts must be at least 2, a group of one has no baseline in grpo; got 1"),
         (["feed.rollouts=1", "algo.name=ppo", "algo.select=mixed"], "feed.rollouts must be at least 2"),
+        (["feed.rollouts=1", "algo.name=anchor_gae"], "feed.rollouts must be at least 2"),
+        (
+            ["algo.name=anchor_gae", "feed.branches=4", "reward.efficiency=0.3"],
+            "feed.branches must be 0 where reward shapes whole episodes",
+        ),
         (["algo.name=ppo", "critic.warmup_steps=100"], "critic.warmup_steps=100 must be below train.steps=100"),
     ],
 )

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 from scripted import ScriptedSampler
-from toys import Parity
+from toys import InTurns, Parity, Stairs, climbing
 
 from jaxagent.agent import Agent, Limits
+from jaxagent.algos.table import choose
 from jaxagent.chat.plain import PlainTemplate
+from jaxagent.credit import assign
 from jaxagent.data.tasks import TaskStream, ValueStream
 from jaxagent.feed import Feed, FeedOptions, has_signal, stream_of
 from jaxagent.rollout import RolloutOptions, Rollouts
@@ -140,7 +144,9 @@ def test_the_segments_of_a_rollout_are_no_difference_between_rollouts() -> None:
     assert has_signal(Group("g", [first, second, row(0.0)]))
 
 
-@pytest.mark.parametrize("options", [{"prompts": 0}, {"rollouts": 0}, {"max_rounds": 0}, {"max_staleness": -1}])
+@pytest.mark.parametrize(
+    "options", [{"prompts": 0}, {"branches": -1}, {"rollouts": 0}, {"max_rounds": 0}, {"max_staleness": -1}]
+)
 def test_options_that_cannot_work_are_refused(options: dict[str, int]) -> None:
     with pytest.raises(ValueError, match=rf"feed\.{next(iter(options))} must be"):
         FeedOptions(**options)
@@ -184,3 +190,93 @@ def test_tasks_of_a_world_without_end_cannot_be_drawn_by_value() -> None:
         stream_of(Parity(), 0, FeedOptions(max_repeats=2))
     with pytest.raises(ValueError, match=r"feed\.max_repeats must be at least 0"):
         FeedOptions(max_repeats=-1)
+
+
+# ---------------------------------------------------------------------- continuations of turns
+
+
+def wandering(text: str, request: SampleRequest) -> Sequence[int]:
+    """Moves drawn as the engine draws, from the request's key and the place in the row."""
+    luck = random.Random(f"{request.key}/{request.start + len(request.tokens)}")
+    return PLAIN.turn(climbing(luck.choice("UUD"))[0])
+
+
+@contextmanager
+def climbing_feed(world: Stairs | None = None, **options: Any) -> Iterator[Feed]:
+    world = world or Stairs(3)
+    agent = Agent(PLAIN, world.tools, ScriptedSampler(PLAIN, wandering), Limits(6, 100))
+    rollouts = Rollouts(world, agent, lambda: None, seed=0, options=RolloutOptions(attempts=1))
+    try:
+        yield Feed(world, TaskStream(99, 0), rollouts, Sampling(max_tokens=4), FeedOptions(prompts=6, rollouts=4, **options))
+    finally:
+        rollouts.close()
+
+
+def rows(groups: Sequence[Group]) -> list[list[list[int]]]:
+    return [[row.tokens for row in [*group.trajectories, *group.branches]] for group in groups]
+
+
+def test_turns_of_groups_whose_rollouts_differ_are_continued_and_change_no_rollout() -> None:
+    with climbing_feed(branches=5) as feed:
+        groups, _ = feed.take(mixed=False)
+    with climbing_feed(branches=5) as feed:
+        assert rows(feed.take(mixed=False)[0]) == rows(groups)
+    with climbing_feed() as feed:
+        alone, _ = feed.take(mixed=False)
+    assert [[row.tokens for row in group.trajectories] for group in alone] == [
+        [t.tokens for t in g.trajectories] for g in groups
+    ]
+    assert [len(group.branches) for group in groups] == [5 * has_signal(group) for group in groups]
+    assert 0 < sum(has_signal(group) for group in groups) < 6
+    for group in groups:
+        assert {row.stop.counts for row in group.branches} <= {True}
+        for row in group.branches:
+            trunk = group.trajectories[row.trunk]
+            shared = trunk.turns[row.trunk_turns].start
+            assert row.tokens[:shared] == trunk.tokens[:shared]
+            assert row.turns[0].state == trunk.turns[row.trunk_turns].state
+
+
+def test_continuations_are_trained_on_with_their_trunks_as_one_future() -> None:
+    with climbing_feed(branches=5) as feed:
+        groups, _ = feed.take(mixed=False)
+    found = assign(groups, choose("anchor_gae"))
+    shares = [sum(float(credit.share.sum()) for credit in credits) for credits in found]
+    for group, credits, share in zip(groups, found, shares, strict=True):
+        assert [credit.row for credit in credits] == [*group.trajectories, *group.branches]
+        for credit in credits:
+            assert not credit.share[~np.asarray(credit.row.mask)].any()
+        trunks = [credit.share.sum() for credit in credits if credit.row.trunk < 0]
+        turns = [len(row.turns) for row in group.trajectories]
+        if group.branches:
+            assert sum(trunks) < sum(turns)  # continuations share their parts
+            assert min(credit.share.max() for credit in credits if credit.row.trunk >= 0) <= 0.5
+        else:
+            assert share == pytest.approx(sum(turns))
+    told = [turn.advantage for group in groups for row in group.branches for turn in row.turns]
+    assert None not in told
+    assert len({round(float(advantage or 0), 3) for advantage in told}) > 3
+    others = assign(groups, choose("gigpo"))
+    assert [len(credits) for credits in others] == [4] * 6  # who knows no continuations leaves them out
+
+
+def test_a_broken_continuation_teaches_nothing_and_fails_nobody() -> None:
+    with climbing_feed(branches=5) as feed:
+        groups, _ = feed.take(mixed=False)
+    group = next(group for group in groups if group.branches)
+    lost = group.branches[0]
+    lost.stop = StopReason.INFRA_FAILURE
+    (credits,) = assign([group], choose("anchor_gae"))
+    assert len(credits) == 4 + 5 - 1
+    assert lost not in [credit.row for credit in credits]
+    group.branches = group.branches[1:]
+    (again,) = assign([group], choose("anchor_gae"))
+    assert [credit.advantage.tolist() for credit in again] == [credit.advantage.tolist() for credit in credits]
+
+
+def test_worlds_of_several_agents_are_not_branched() -> None:
+    with (
+        climbing_feed(InTurns(3), branches=2) as feed,
+        pytest.raises(ValueError, match=r"several agents \(agent, black, white\)"),
+    ):
+        feed.take(mixed=False)

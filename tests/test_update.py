@@ -113,7 +113,7 @@ def test_in_the_order_of_arrival_the_gradient_is_the_same_up_to_rounding(learner
 def test_algorithms_that_look_at_the_whole_step_wait_for_it() -> None:
     waiting = {name for name, row in TABLE.items() if not row.by_group}
     whiten = {"gdpo", "reinforce_pp_baseline", "reinforce_pp", "ppo", "ppo_dual"}
-    assert waiting == {*whiten, "ppo_turn", "spiral", "agent_prm"}
+    assert waiting == {*whiten, "ppo_turn", "spiral", "agent_prm", "anchor_gae"}
     assert not choose("rloo", kl_coef=0.01).by_group  # the distance is in the reward
     assert choose("grpo", kl_coef=0.01).by_group
 

@@ -104,19 +104,21 @@ def returns_to_go(reward: Values, mask: Valid, gamma: float) -> Values:
     return gae(reward, np.zeros_like(reward), mask, gamma, 1.0)[0]
 
 
-def gae(reward: Values, value: Values, mask: Valid, gamma: float, lam: float) -> tuple[Values, Values]:
+def gae(reward: Values, value: Values, mask: Valid, gamma: float, lam: float | Values) -> tuple[Values, Values]:
     """(A, A + V) with A_t = d_t + gamma lambda A_{t+1}, d_t = r_t + gamma V_{t+1} - V_t (arXiv:1506.02438, eq. 11 and 16).
+
+    A lambda per step is that of the state which the step begins in: A_t = d_t + gamma lambda_{t+1} A_{t+1}.
 
     Along the last axis; after the last step V is 0. Where `mask` is false (tool tokens, padding) nothing happens: t + 1 is
     the next step that was taken, and both results are 0.
     """
-    advantage = np.zeros(reward.shape, np.float64)
+    advantage, lam = np.zeros(reward.shape, np.float64), np.broadcast_to(lam, reward.shape)
     following, value_after = np.zeros(reward.shape[:-1]), np.zeros(reward.shape[:-1])
     for t in reversed(range(reward.shape[-1])):
         delta = reward[..., t] + gamma * value_after - value[..., t]
-        following = np.where(mask[..., t], delta + gamma * lam * following, following)
+        advantage[..., t] = np.where(mask[..., t], delta + gamma * following, 0.0)
+        following = np.where(mask[..., t], lam[..., t] * advantage[..., t], following)
         value_after = np.where(mask[..., t], value[..., t], value_after)
-        advantage[..., t] = following
     return _kept(advantage, mask), _kept(advantage + value, mask)
 
 

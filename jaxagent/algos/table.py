@@ -41,6 +41,8 @@ class Algorithm:
             advantages.of_rollouts_and_turns.
         outcome_weight, turn_weight: of the two comparisons.
         gamma, gae_lambda: per turn or per token, as `unit` says; of the comparison of turns per turn.
+        anchored: of turns: values are means over the visits of their states by the group's other paths, which continuations of
+            chosen turns (feed.branches) may add to, see values.py.
         critic: a value function is trained, see critic.py; of value_clip, see losses.value_loss.
         process: a process reward model is trained in its place, and pays every turn a difference of potentials: see process.py.
         separate: every named part of the reward is compared by itself (GDPO).
@@ -71,6 +73,7 @@ class Algorithm:
     gae_lambda: float = 1.0
     critic: bool = False
     process: bool = False
+    anchored: bool = False
     value_clip: float = 0.2
     separate: bool = False
     whiten: bool = False
@@ -114,15 +117,15 @@ class Algorithm:
     def by_group(self) -> bool:
         """Whether the gradient of a group is known before the step's other groups are.
 
-        Not where advantages are whitened over the step or taken less a moving mean, nor where a critic's values or the distance
-        to a reference enter them, which are asked of all rollouts together.
+        Not where advantages are whitened over the step or taken less a moving mean, nor where a critic's values, continuations
+        of turns or the distance to a reference enter them, which are asked of all rollouts together.
         """
-        return not (self.whiten or self.baseline_decay or self.has_critic or self.kl_in_reward)
+        return not (self.whiten or self.baseline_decay or self.has_critic or self.anchored or self.kl_in_reward)
 
     @property
     def compares(self) -> bool:
         """Whether a rollout alone in its group learns nothing."""
-        return self.unit == "rollout" and self.advantage != "plain"
+        return self.anchored or (self.unit == "rollout" and self.advantage != "plain")
 
     @property
     def old_matters(self) -> bool:
@@ -166,6 +169,9 @@ TABLE = {
     # lambda = 1: whatever the model says, what is best stays so; below, its word stands for what came of a turn
     "agent_prm":    Algorithm("arXiv:2502.10325", "plain",         "clipped",   "turn_mean", unit="turn", process=True,
                               whiten=True),
+    # values without a critic; feed.branches continues turns of uncertain value
+    "anchor_gae":   replace(_PPO, source="algos/values.py", aggregate="turn_mean", unit="turn", gamma=0.95, critic=False,
+                            anchored=True),
     # a stale or mismatched sampler
     "decoupled":    replace(_GRPO, source="arXiv:2505.24298", aggregate="token_mean", importance="token_masked",
                             importance_bounds=(0.0, 5.0)),

@@ -17,7 +17,6 @@ from jaxagent.envs.questions import Questions
 from jaxagent.rewards.compose import Case
 from jaxagent.types import Message, ToolSpec
 
-
 REWARDS = ("exact_match", "f1_match", "last_number", "tagged_match", "math_match")  # one number, from the words alone
 
 

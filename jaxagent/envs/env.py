@@ -71,8 +71,10 @@ class World(Protocol):
 
     A world may also have `sizes`, how many tasks its splits have, where they are not without end; `runs_code = True`, where its
     sessions run programs that the policy wrote; `close`, which ends what it has started; `past`, where earlier versions of the
-    policy play some of its seats; and `seats`, how many the policy has in an episode, where they are several. One that has
-    nothing to show leaves `demonstrate` away, and trains without a warm-up.
+    policy play some of its seats; `seats`, how many the policy has in an episode, where they are several; and `forks = True`,
+    where its episodes have `async fork(name)`, a copy under another name that goes on from the same state: continuations of a
+    turn then need not take the turns before it again. One that has nothing to show leaves `demonstrate` away, and trains
+    without a warm-up.
     """
 
     @property

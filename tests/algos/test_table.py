@@ -54,6 +54,7 @@ CLIP = {"clip_low": 0.2, "clip_high": 0.2}
             "turn_mean",
             {"unit": "turn", "critic": False, "process": True, "whiten": True, "gamma": 1.0, "gae_lambda": 1.0},
         ),
+        ("anchor_gae", "plain", "clipped", "turn_mean", {"unit": "turn", "anchored": True, "whiten": True, "gamma": 0.95}),
         ("decoupled", "normalised", "clipped", "token_mean", {"importance": "token_masked", "importance_bounds": (0.0, 5.0)}),
         ("tis", "normalised", "clipped", "sequence_mean", {"importance": "token_truncated", "importance_bounds": (0.0, 2.0)}),
         ("icepop", "normalised", "clipped", "sequence_mean", {"importance": "token_masked", "importance_bounds": (0.5, 5.0)}),

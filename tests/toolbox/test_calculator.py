@@ -11,8 +11,8 @@ from drawn import drawn
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxagent.toolbox.calculator import evaluate
 from jaxagent.toolbox.box import Toolbox
+from jaxagent.toolbox.calculator import evaluate
 from jaxagent.tools import ToolFailed
 
 
