@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from jaxagent.agent import Player
+from jaxagent.agent import Agent, Player
 from jaxagent.envs.env import Ablated, Env, Task, World
 from jaxagent.stem import Resumed, Stem
 from jaxagent.types import Sampling, StopReason, Trajectory, sampling_key
