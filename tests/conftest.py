@@ -1,13 +1,15 @@
 """What all tests share. The device wing runs on eight CPU devices; JAX is imported only by the tests that need it.
 
-Compiled programs are kept in the user's cache between runs, where training keeps them too.
+Compiled programs are kept in the user's cache between runs, where training keeps them too. Nearly all of a first run is
+compilation of programs that run once or twice, so they are compiled quickly and run slowly; what learns or is compared with
+torch runs as it is shipped.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -21,17 +23,17 @@ os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Without most optimizations, and by the emitters that jaxlib 0.10 still has beside the slower ones of today."""
+    if config.option.markexpr in ("learning", "parity"):
+        return
+    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "true"
+    if version("jaxlib").startswith("0.10."):
+        os.environ.setdefault("XLA_FLAGS", "--xla_cpu_use_fusion_emitters=false")
+
+
 @pytest.fixture(scope="session", autouse=True)
 def eight_devices() -> None:
     """Fixes the number of devices before a run of the trainer can ask for another; nothing where JAX is not used."""
     if "jax" in sys.modules:
         assert len(sys.modules["jax"].devices()) == 8
-
-
-@pytest.fixture
-def compiled_quickly() -> Iterator[None]:
-    """For tests whose programs run once or twice: compiling them well would take longer than all else."""
-    config = sys.modules["jax"].config
-    config.update("jax_disable_most_optimizations", True)
-    yield
-    config.update("jax_disable_most_optimizations", False)

@@ -54,7 +54,6 @@ def engine() -> Iterator[Engine]:
     engine.close()
 
 
-@pytest.mark.usefixtures("compiled_quickly")
 def test_a_policy_of_random_weights_writes_calls_of_known_tools_with_arguments_of_their_schemas(engine: Engine) -> None:
     agent = Agent(TEMPLATE, TOOLS, engine, Limits(8, 1024), constrain_calls=True)
     # It begins a call at once, ends its numbers soon, and does not stop before.

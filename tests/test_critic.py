@@ -21,8 +21,6 @@ from jaxagent.models.lora import LoraSpec
 from jaxagent.models.transformer import Decoder, params_of
 from jaxagent.objective import ProcessObjective
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
 OPTIONS = LearnerOptions(batch_rows=8, row_tokens=16, head_chunk=64)
 PLAIN = OptimizerOptions(lr=2e-2, lr_final=2e-2, warmup_steps=0, b1=0.0, clip_norm=1e9)
 UNTIED = tiny.config(tied_head=False)

@@ -23,8 +23,6 @@ from jaxagent.learner import Learner, LearnerOptions, OptimizerOptions
 from jaxagent.models.transformer import params_of
 from jaxagent.types import Group, Sample, SampleRequest, Sampling, StopReason, Trajectory, sampling_key
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
 CONFIG = tiny.config()
 TEMPERATURE = 0.7
 OPTIONS = LearnerOptions(batch_rows=8, row_tokens=32, head_chunk=64, temperature=TEMPERATURE)

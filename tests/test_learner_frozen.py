@@ -28,8 +28,6 @@ from jaxagent.models.lora import LoraSpec
 from jaxagent.models.transformer import LINEARS, DecoderConfig, Params
 from jaxagent.types import SampleRequest, Sampling, sampling_key
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
 CONFIG = tiny.config(lora=LoraSpec(2, 3.0, tuple(LINEARS)))
 OPTIONS = LearnerOptions(batch_rows=8, row_tokens=32, head_chunk=64)
 ADAMW = OptimizerOptions(lr=1e-2, lr_final=1e-3, warmup_steps=0, weight_decay=0.1)

@@ -22,8 +22,6 @@ from jaxagent.models.moe import aux_loss, z_loss
 from jaxagent.models.transformer import Decoder, params_of
 from jaxagent.types import Sample, SampleRequest, Sampling, Trajectory
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
 CONFIG = tiny.config(experts=6, experts_per_token=2, normalised_experts=True)
 OPTIONS = LearnerOptions(batch_rows=2, row_tokens=16, head_chunk=64)
 PLAIN = OptimizerOptions(lr=1e-2, lr_final=1e-3, warmup_steps=0, b1=0.0, clip_norm=1e9)

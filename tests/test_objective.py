@@ -19,8 +19,6 @@ from jaxagent.data.pack import Batch, Row, pack
 from jaxagent.learner import Learner, LearnerOptions, OptimizerOptions
 from jaxagent.objective import EDGES, PolicyObjective, ValueObjective, join
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
 B, T = 3, 8
 
 

@@ -87,7 +87,6 @@ def on_one_device() -> dict[str, Any]:
     return {}
 
 
-@pytest.mark.usefixtures("compiled_quickly")
 @pytest.mark.parametrize(("family", "mesh"), PAIRS)
 def test_eight_devices_give_the_gradient_of_one(family: str, mesh: str, on_one_device: dict[str, Any]) -> None:
     if family not in on_one_device:

@@ -19,8 +19,6 @@ from jaxagent.models.transformer import params_of
 from jaxagent.selection import Pair, imitated
 from jaxagent.supervised import answer_logprobs, imitate, prefer
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
 CONFIG = tiny.config()
 OPTIONS = LearnerOptions(batch_rows=2, row_tokens=32, head_chunk=64)
 PLAIN = OptimizerOptions(lr=1e-2, lr_final=1e-3, warmup_steps=0, b1=0.0, clip_norm=1e9)  # the first moment is the gradient

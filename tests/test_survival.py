@@ -126,7 +126,6 @@ def test_episodes_whose_sandboxes_die_are_masked_and_the_others_are_what_they_wo
     assert all(facts(row) == known[row.group, row.rollout] for row in survivors)
 
 
-@pytest.mark.usefixtures("compiled_quickly")
 def test_with_second_attempts_or_replays_the_gradient_is_that_of_a_run_without_a_fault(server: EmbeddedServer) -> None:
     whole, _ = played(server, 0.0, attempts=1)
     again, retried = played(server, SHARE, attempts=5)

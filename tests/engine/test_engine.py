@@ -420,7 +420,6 @@ def test_new_weights_recompute_what_is_cached_where_that_is_asked_for(make: Call
     assert second.tokens == want.tolist()
 
 
-@pytest.mark.usefixtures("compiled_quickly")
 def test_without_exactness_the_trajectories_are_the_same_up_to_rounding_and_nothing_compiles_after_warm_up(
     make: Callable[..., Engine], alone: dict[str, Turns]
 ) -> None:

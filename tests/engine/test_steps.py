@@ -105,7 +105,6 @@ def test_decoded_logprobs_equal_those_of_the_full_forward(fresh: Rig) -> None:
     np.testing.assert_array_equal(sampled[1], -1)
 
 
-@pytest.mark.usefixtures("compiled_quickly")
 def test_reading_the_positions_in_use_in_one_pass_gives_the_same_tokens(fresh: Rig) -> None:
     prompts = {0: prompt(fresh, 7, 1), 1: prompt(fresh, 1, 3), 2: prompt(fresh, 3, 2)}  # one has nothing in its slot yet
     found = {}
