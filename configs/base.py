@@ -165,7 +165,7 @@ def get_config(arg: str = "") -> ConfigDict:
     c.alarms.limits = (
         ConfigDict()
     )  # kl of one step, entropy's share of its start, zero_variance's of groups; else 0.1, 0.05, 0.9
-    c.alarms.stop = "tools"  # with commas: kl, entropy, zero_variance, parse_errors, held_out, gap, tools, gradient; or all
+    c.alarms.stop = "tools"  # kl, entropy, zero_variance, parse_errors, held_out, gap, tools, gradient, compiled; or all
 
     c.checkpoint = ConfigDict()
     c.checkpoint.every = 20  # steps

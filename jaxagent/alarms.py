@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-NAMES = ("kl", "entropy", "zero_variance", "parse_errors", "held_out", "gap", "tools", "gradient")
+NAMES = ("kl", "entropy", "zero_variance", "parse_errors", "held_out", "gap", "tools", "gradient", "compiled")
 LIMITS = {"kl": 0.1, "entropy": 0.05, "zero_variance": 0.9}
 WINDOW = 5  # steps over which noisy metrics are averaged
 NO_TOOL = 10  # steps without a call that reaches a tool
@@ -116,3 +116,11 @@ class Alarms:
     def _gradient_alarm(self, values: Mapping[str, float | None]) -> str:
         skipped = sum(values.get(f"{learner}/skipped") or 0.0 for learner in ("policy", "critic"))
         return f"a gradient was not finite, {skipped:.0f} updates skipped" if skipped else ""
+
+    def _compiled_alarm(self, values: Mapping[str, float | None]) -> str:
+        late = values.get("engine/compiled") or 0.0
+        return (
+            f"turns waited for {late:.0f} programs that were compiled after the start: no shape should be new by then"
+            if late
+            else ""
+        )

@@ -409,6 +409,7 @@ def described(run: Run, groups: Sequence[Group]) -> dict[str, float]:
         "engine/prefilled": float(stats.prefilled),
         "engine/forked": float(stats.forked),
         "engine/offloaded": float(stats.offloaded),
+        "engine/compiled": float(stats.compiled),
         "sandbox/restarts": float(run.parts.sandbox.restarts),
     }
     if run.config.feed.branches:

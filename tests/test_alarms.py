@@ -95,6 +95,11 @@ def test_a_run_whose_policy_never_reaches_a_tool_stops_by_itself() -> None:
     assert raised(Alarms(tools=False), 2 * NO_TOOL, rollout__tools_reached=0.0) == []
 
 
+def test_programs_compiled_while_turns_wait_are_told() -> None:
+    assert Alarms().look({"engine/compiled": 0.0}) == {}
+    assert "turns waited for 2 programs" in Alarms().look({"engine/compiled": 2.0})["compiled"]
+
+
 def test_a_gradient_that_is_not_finite_is_told() -> None:
     assert "a gradient was not finite, 2 updates skipped" in Alarms().look({"policy/skipped": 2.0})["gradient"]
     assert "a gradient was not finite, 1 updates skipped" in Alarms().look({"critic/skipped": 1.0})["gradient"]

@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -21,9 +21,11 @@ import numpy as np
 from flax import nnx
 
 from jaxagent.engine.answers import fail, resolve, tell
-from jaxagent.engine.cache import new_cache
+from jaxagent.engine.cache import Cache, new_cache, read_slot
 from jaxagent.engine.control_table import ControlTable, wants_controls
-from jaxagent.engine.controls import ControlSizes, new_controls
+from jaxagent.engine.controls import ControlSizes, Rows, new_controls
+from jaxagent.engine.options import EngineOptions, EngineStats, used_lengths
+from jaxagent.engine.programs import Call, compiled_here, prepare
 from jaxagent.engine.slots import AWAY, Row, SlotTable
 from jaxagent.engine.steps import make_steps, new_rows
 from jaxagent.engine.stops import end_of, sample_of
@@ -32,65 +34,6 @@ from jaxagent.sharding import DeviceMesh
 from jaxagent.types import Sample, SampleRequest, Vocabulary
 
 QUIET_S = 0.0005  # requests that arrive closer together than this are decoded together
-
-
-@dataclass(frozen=True)
-class EngineOptions:
-    """Shapes and pacing of an engine. All shapes are fixed at construction, so nothing compiles after warm-up."""
-
-    slots: int = 32  # C, trajectories resident at once
-    slot_tokens: int = 1024  # S, longest trajectory
-    decode_tokens: int = 16  # tokens per decode call
-    append_rows: int = 8  # R, rows per prefill call
-    append_tokens: tuple[int, ...] = (64,)  # A, prefill lengths that are compiled
-    chunk: int = 128  # cache positions that attention reads at once
-    exact: bool = True  # no bit of a row depends on its neighbours; else only rows and positions in use are computed
-    fork_min_tokens: int = 32  # shorter prompts are prefilled again instead of copied
-    stop_tokens: int = 4  # most stop ids of a request
-    offload_after_s: float = 0.0  # a tool this slow loses its trajectory's slot, if wanted, to host memory; 0: never
-    recompute: bool = False  # what is cached is computed again under published weights, instead of kept
-    linger: float = 0.3  # longest wait for company, as a share of a decode call
-    dtype: str = "float32"  # of the sampler's weights and cache
-    record_routing: bool = False  # a mixture's experts are recorded for every token, so that training can take the same
-    bias_entries: int = 16  # most entries of a request's logit_bias
-    stop_sequences: int = 8  # most stop sequences of a request
-    stop_sequence_tokens: int = 12  # most tokens of one
-    top_logprobs: int = 0  # most likely tokens that a request may ask for beside the sampled one
-    prompt_logprobs: bool = False  # whether a request may ask for the log-probs of what it feeds
-    constraint_states: int = 0  # states of all constraints in use; each takes a bit per token: 19 KB for 152K tokens
-
-    def __post_init__(self) -> None:
-        if self.chunk < 1 or self.slot_tokens % self.chunk:
-            raise ValueError(f"engine.slot_tokens must be a multiple of engine.chunk, got {self.slot_tokens} and {self.chunk}")
-        if self.recompute and self.record_routing:
-            raise ValueError(
-                "engine.recompute does not go with learner.replay_routing: a token would have two choices of experts"
-            )
-        if self.offload_after_s < 0:
-            raise ValueError(f"engine.offload_after_s must not be negative, got {self.offload_after_s}")
-        if list(self.append_tokens) != sorted(set(self.append_tokens)) or min(self.append_tokens, default=0) < 1:
-            raise ValueError(f"engine.append_tokens must be increasing lengths from 1 on, got {self.append_tokens}")
-
-
-def used_lengths(chunk: int, slot_tokens: int) -> list[int]:
-    """The lengths that are compiled for reading the positions in use: 1, 2, 4, 8 ... chunks, and a whole slot."""
-    doubled = [chunk << n for n in range(slot_tokens.bit_length())]
-    return [length for length in doubled if length < slot_tokens] + [slot_tokens]
-
-
-@dataclass
-class EngineStats:
-    """Counters since the last `take_stats`. `row_steps` is decode steps times rows stepped; `sampled` the useful ones."""
-
-    sampled: int = 0
-    prefilled: int = 0
-    forked: int = 0
-    offloaded: int = 0
-    turns: int = 0
-    decode_calls: int = 0
-    append_calls: int = 0
-    row_steps: int = 0
-    busy_s: float = 0.0
 
 
 class Engine:
@@ -135,6 +78,7 @@ class Engine:
         self._wake = threading.Condition()
         self._closed = False
         self._failure: BaseException | None = None
+        self._compiled = 0
         self._armed = self._no_arming()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
@@ -167,7 +111,7 @@ class Engine:
         self.run(lambda: self._publish(params, version))
 
     def warm_up(self) -> Future[None]:
-        """Compiles every program in the engine's own thread; needs published weights."""
+        """Compiles every program, side by side; needs published weights."""
         return self.post(self._warm_up)
 
     def take_stats(self) -> EngineStats:
@@ -285,6 +229,8 @@ class Engine:
         self._stats.busy_s += self._segment_s
         self._stats.decode_calls += 1
         self._stats.row_steps += tokens_WN.size
+        self._stats.compiled += compiled_here() - self._compiled
+        self._compiled = compiled_here()
 
     def _active(self, rows: list[Row]) -> tuple[np.ndarray | None, int]:
         """The slots to step and the positions that they use, both of compiled sizes; all of both in exact mode."""
@@ -454,29 +400,45 @@ class Engine:
             self.table.forget()
 
     def _warm_up(self) -> None:
-        rows = self.options.append_rows
-        none = np.zeros(rows, np.int32)
-        for bucket in self.options.append_tokens:
-            empty = np.zeros((rows, bucket), np.int32)
-            appended = self._steps.append(self._params, self._cache, none, empty, none, none, self.controls.score([], rows))
-            self._cache = appended[0]
-        nowhere, length = np.full(rows, self.options.slots, np.int32), 0
-        while length < self.options.slot_tokens:
-            length = self._copied_length(length + 1)
-            if self.options.fork_min_tokens <= self.options.slot_tokens:
-                self._cache = self._steps.fork(self._cache, none, nowhere, length)
-            if self.options.offload_after_s:
-                stash = jax.device_get(self._steps.stash(self._cache, 0, length))
-                self._cache = self._steps.restore(self._cache, self.options.slots, stash)
+        prepare(self._calls())
         self.controls.warm_up()
-        slot_R, controls = self.controls.controls([], rows, [])
-        self._rows = self._steps.settle(self._rows, slot_R, controls)
-        programs = [(None, 0)] if self.options.exact else [(w, used) for w in self._widths for used in self._lengths]
-        for width, used in programs:
-            slot_W = None if width is None else np.full(width, self.options.slots, np.int32)
-            state = self._params, self._cache, self._rows, self._armed, self.controls.grammars
-            self._cache, self._rows, *_ = self._steps.decode(*state, slot_W, used)
         jax.block_until_ready(self._cache)
+        self._compiled = compiled_here()
+
+    def _calls(self) -> Iterator[Call]:
+        """One call of every program that there will be, which changes nothing that counts."""
+        o, rows = self.options, self.options.append_rows
+        none, nowhere = np.zeros(rows, np.int32), np.full(rows, o.slots, np.int32)
+
+        def hold(cache: Cache | None = None, rows: Rows | None = None) -> None:
+            self._cache, self._rows = cache or self._cache, rows or self._rows
+
+        def append(bucket: int) -> tuple[object, ...]:
+            token_RA = np.zeros((rows, bucket), np.int32)
+            return self._params, self._cache, none, token_RA, none, none, self.controls.score([], rows)
+
+        def decode(width: int | None, used: int) -> tuple[object, ...]:
+            slot_W = None if width is None else np.full(width, o.slots, np.int32)
+            return self._params, self._cache, self._rows, self._armed, self.controls.grammars, slot_W, used
+
+        def restore(length: int) -> tuple[object, ...]:
+            stash = jax.eval_shape(partial(read_slot, used=length), self._cache, none[0])
+            return self._cache, o.slots, jax.tree.map(lambda part: np.zeros(part.shape, part.dtype), stash)
+
+        for bucket in o.append_tokens:
+            yield Call(self._steps.append, partial(append, bucket), lambda out: hold(out[0]))
+        length = 0
+        while length < o.slot_tokens:
+            length = self._copied_length(length + 1)
+            if o.fork_min_tokens <= o.slot_tokens:
+                yield Call(self._steps.fork, lambda length=length: (self._cache, none, nowhere, length), hold)
+            if o.offload_after_s:
+                yield Call(self._steps.stash, lambda length=length: (self._cache, 0, length), lambda out: None)
+                yield Call(self._steps.restore, partial(restore, length), hold)
+        settle = lambda: (self._rows, *self.controls.controls([], rows, []))  # noqa: E731
+        yield Call(self._steps.settle, settle, lambda out: hold(rows=out))
+        for width, used in [(None, 0)] if o.exact else itertools.product(self._widths, self._lengths):
+            yield Call(self._steps.decode, partial(decode, width, used), lambda out: hold(*out[:2]))
 
     def _abandon(self) -> None:
         """After the loop ended: nobody may wait for an answer that will not come."""

@@ -378,6 +378,7 @@ def test_nothing_compiles_after_warm_up(make: Callable[..., Engine]) -> None:
     run(play_all(engine, names, group="gg"))
     engine.publish(tiny.params(CONFIG), version=1)
     assert compiled == []
+    assert engine.take_stats().compiled == 0
 
 
 def test_more_trajectories_than_slots_make_progress_at_once_and_no_bit_changes(

@@ -22,6 +22,7 @@ from jaxagent.models.transformer import (
     head_logits,
     head_table,
     logical_axes,
+    output_first,
     params_of,
     unstack,
 )
@@ -105,6 +106,25 @@ def test_the_scan_over_layers_equals_a_loop_over_unstacked_ones(config: DecoderC
         return head_logits(head_table(params, config), hidden, config)
 
     np.testing.assert_allclose(alone(policy, tokens), loop(params_of(policy)[1]), atol=1e-5)
+
+
+def test_linear_maps_laid_with_their_outputs_first_give_the_same() -> None:
+    config = tiny.config(o_bias=True, qkv_bias=True)
+    policy = tiny.policy(config)
+    x, pos = jax.random.normal(jax.random.key(0), (2, LENGTH, config.width)), jnp.arange(LENGTH)[None]
+    attend = packed(jnp.ones((2, LENGTH), jnp.int32), config.attention)
+    layer = unstack(params_of(policy)[1], config.layers)["blocks"][1]
+
+    def run(layer: Any) -> jax.Array:
+        return nnx.merge(nnx.split(policy.blocks)[0], layer)(x, config.rotations(pos), attend, None)[0]
+
+    want = jax.jit(run)(layer)
+    laid = output_first(layer)
+    assert laid["q"].shape == (config.heads * config.head_width, config.width)
+    assert laid["o"].shape == (config.width, config.heads * config.head_width)
+    assert laid["gate"].shape == laid["down"].shape[::-1] == (config.ffn_width, config.width)
+    policy.blocks.output_first = True
+    np.testing.assert_allclose(jax.jit(run)(laid), want, atol=1e-5)
 
 
 def gradient(config: DecoderConfig, tokens: np.ndarray, remat: str) -> Any:
