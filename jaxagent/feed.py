@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from concurrent.futures import Future
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,9 +11,10 @@ import numpy as np
 from jaxagent.algos.values import branch_scores, chosen_turns
 from jaxagent.data.tasks import TaskStream, ValueStream
 from jaxagent.envs.env import ENDLESS, Task, World, size_of
-from jaxagent.rollout import Rollouts
+from jaxagent.rollout import Rollouts, wait
+from jaxagent.search import Tree, search
 from jaxagent.stem import paths_of, stem_of, want_one_agent
-from jaxagent.types import Group, Sampling, Trajectory, sampling_key
+from jaxagent.types import Group, Sampling, sampling_key
 
 
 @dataclass(frozen=True)
@@ -97,19 +97,38 @@ class Feed:
         return kept, sampled
 
     def _sample(self, count: int) -> list[Group]:
-        named = []
-        indices = self.tasks.take(count)
-        for index in indices:
-            named.append((f"train/{self.drawn}", self.world.task("train", index)))
-            self.drawn += 1
+        indices, named = self._draw(count)
         futures = self.rollouts.play(named, self.options.rollouts, self.sampling)
         groups = [Group(name, wait(members)) for (name, _), members in zip(named, futures, strict=True)]
-        for index, group in zip(indices, groups, strict=True):
-            counted = [row for row in group.trajectories if row.stop.counts and not row.segment]
-            self.tasks.tell(index, sum(row.solved for row in counted), len(counted))
+        self._tell(indices, groups)
         if self.options.branches:
             self._branch(groups, [task for _, task in named])
         return groups
+
+    def search(self, shape: Callable[[Group], None] | None = None) -> tuple[list[Group], list[Tree]]:
+        """Groups of what a search over turns found for each task, `rollouts` simulations each, and the trees.
+
+        Only the reward of what was found is shaped, not what the search goes by.
+        """
+        indices, named = self._draw(self.options.prompts)
+        trees = search(self.rollouts, named, self.sampling, self.options.rollouts)
+        groups = [Group(tree.group, tree.episodes) for tree in trees]
+        self._tell(indices, groups)
+        for group in groups if shape else ():
+            shape(group)
+        return groups, trees
+
+    def _draw(self, count: int) -> tuple[list[int], list[tuple[str, Task]]]:
+        indices = self.tasks.take(count)
+        named = [(f"train/{self.drawn + i}", self.world.task("train", index)) for i, index in enumerate(indices)]
+        self.drawn += count
+        return indices, named
+
+    def _tell(self, indices: Sequence[int], groups: Sequence[Group]) -> None:
+        """What the stream of tasks learns from groups of its tasks."""
+        for index, group in zip(indices, groups, strict=True):
+            counted = [row for row in group.trajectories if row.stop.counts and not row.segment]
+            self.tasks.tell(index, sum(row.solved for row in counted), len(counted))
 
     def _branch(self, groups: list[Group], tasks: list[Task]) -> None:
         """Has turns of finished groups continued, all at once. Raises ValueError for worlds of several agents."""
@@ -135,11 +154,6 @@ class Feed:
     def restore(self, state: dict[str, Any]) -> None:
         self.drawn = state["drawn"]
         self.tasks.restore(state["tasks"])
-
-
-def wait(futures: list[Future[list[Trajectory]]]) -> list[Trajectory]:
-    """The rows of a group's episodes, in the order of its rollouts."""
-    return [row for future in futures for row in future.result()]
 
 
 def has_signal(group: Group) -> bool:
