@@ -112,7 +112,7 @@ class Feed:
         """
         indices, named = self._draw(self.options.prompts)
         trees = search(self.rollouts, named, self.sampling, self.options.rollouts)
-        groups = [Group(tree.group, tree.episodes) for tree in trees]
+        groups = [Group(tree.group, [*tree.episodes, *tree.lost]) for tree in trees]
         self._tell(indices, groups)
         for group in groups if shape else ():
             shape(group)

@@ -86,7 +86,7 @@ class Tree:
         self.root: Node | None = None
         self.episodes: list[Trajectory] = []  # whole ones, in the order of the simulations
         self.sampled = 0  # tokens
-        self.lost = 0  # simulations that the infrastructure broke
+        self.lost: list[Trajectory] = []  # what the infrastructure broke, or what sampled nothing
 
     def select(self) -> tuple[Node, list[Edge]]:
         """The node that gets another turn, and the edges that lead to it."""
@@ -114,7 +114,7 @@ class Tree:
         """Enters an episode, or a continuation from `node`, to which `path` leads."""
         self.sampled += sum(row.mask)
         if not row.stop.counts or not row.turns:
-            self.lost += 1
+            self.lost.append(row)
             return
         if node is None:
             node = self.root = self.root or Node(stem_of(row, 0))
