@@ -163,14 +163,14 @@ def credit(algorithm: Algorithm, e: Episodes, value: np.ndarray) -> np.ndarray:
     return of_rollouts_and_turns(turns, COMPARE[algorithm.advantage], algorithm.turns, algorithm.gamma, *weights)
 
 
-def learn(name: str, distance: int, seed: int, steps: int) -> dict[str, float]:
+def learn(name: str, distance: int, seed: int, steps: int, rollouts: int) -> dict[str, float]:
     """One training; what the table says of it."""
     algorithm, branched = ROWS[name], name.endswith("branched")
     corridor = Corridor(distance, np.random.default_rng(seed))
     value, mean, square = np.zeros(corridor.logits.shape[:2]), np.zeros_like(corridor.logits), np.zeros_like(corridor.logits)
     curve, sampled, correlations, noises = [], [], [], []
     for step in range(1, steps + 1):
-        e = corridor.play(TRUNKS if branched else ROLLOUTS)
+        e = corridor.play(TRUNKS if branched else rollouts)
         curve.append(e.reward_BU.sum(1).mean())
         e = corridor.branch(e) if branched else e
         sampled.append(e.mask_BU.sum() / 1000)
@@ -210,6 +210,7 @@ def main() -> None:
     parser.add_argument("--distances", type=int, nargs="+", default=[2, 4, 6, 8, 10])
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--rollouts", type=int, default=ROLLOUTS, help="of a group without branches")
     parser.add_argument("--rows", nargs="+", choices=list(ROWS), help="default: all")
     options = parser.parse_args()
     began = time.process_time()
@@ -218,7 +219,7 @@ def main() -> None:
         print(f"\n| distance {distance}, budget {4 * distance} | {wanted} | area | correlation | noise |")
         print("|---|" + "---:|" * 7)
         for name in options.rows or ROWS:
-            runs = [learn(name, distance, seed, options.steps) for seed in range(options.seeds)]
+            runs = [learn(name, distance, seed, options.steps, options.rollouts) for seed in range(options.seeds)]
             of = {key: [run[key] for run in runs] for key in runs[0]}
             steps = [interval(of[key], 0, options.steps) for key in ("50 %", "90 %")]
             turns = [interval(of[key], 1, float(np.mean(of["all turns"]))) for key in ("turns 50 %", "turns 90 %")]

@@ -11,10 +11,9 @@ from typing import Any
 
 from jaxagent import config as configs
 from jaxagent.envs.env import World, size_of
-from jaxagent.feed import wait
 from jaxagent.hosts import ALONE, Hosts
 from jaxagent.parts import build, restore_weights, use_devices
-from jaxagent.rollout import Rollouts
+from jaxagent.rollout import Rollouts, wait
 from jaxagent.types import Group, Sampling, Trajectory, by_rollout
 
 

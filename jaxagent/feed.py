@@ -20,9 +20,10 @@ import numpy as np
 from jaxagent.algos.values import branch_scores, chosen_turns
 from jaxagent.data.tasks import TaskStream, ValueStream
 from jaxagent.envs.env import ENDLESS, Task, World, size_of
-from jaxagent.rollout import Rollouts
+from jaxagent.rollout import Rollouts, wait
+from jaxagent.search import Tree, search
 from jaxagent.stem import paths_of, stem_of, want_one_agent
-from jaxagent.types import Group, Peers, Sampling, Trajectory, sampling_key
+from jaxagent.types import Group, Peers, Sampling, sampling_key
 
 
 @dataclass(frozen=True)
@@ -203,9 +204,13 @@ class Feed:
 
     def _admit(self, count: int) -> None:
         """Draws tasks and starts their episodes."""
-        indices = self.tasks.take(count)
-        self._play([(self.drawn + i, index) for i, index in enumerate(indices)])
+        self._play(self._draw(count))
+
+    def _draw(self, count: int) -> list[tuple[int, int]]:
+        """The next places in the stream and their tasks."""
+        places = list(enumerate(self.tasks.take(count), self.drawn))
         self.drawn += count
+        return places
 
     def _play(self, places: Sequence[tuple[int, int]]) -> None:
         """Starts the episodes of groups that are this host's."""
@@ -238,6 +243,22 @@ class Feed:
         """How far the rollouts are ahead of the step: groups that later steps will train on, and how many of them are done."""
         own = [admitted for admitted in self.ahead if admitted.episodes]
         return {"feed/ahead": float(len(own)), "feed/ahead_finished": float(sum(admitted.finished for admitted in own))}
+
+    def search(self, shape: Callable[[Group], None] | None = None) -> tuple[list[Group], list[Tree]]:
+        """Groups of what a search over turns found for each task, `rollouts` simulations each, and the trees.
+
+        Only the reward of what was found is shaped, not what the search goes by.
+        """
+        places = self._draw(self.options.prompts)
+        named = [(f"train/{number}", self.world.task("train", index)) for number, index in places]
+        trees = search(self.rollouts, named, self.sampling, self.options.rollouts)
+        groups = [Group(tree.group, [*tree.episodes, *tree.lost]) for tree in trees]
+        endings = self._endings(groups)
+        for group, (_, index) in zip(groups, places, strict=True):
+            self.tasks.tell(index, *endings[group.key][:2])
+            if shape:
+                shape(group)
+        return groups, trees
 
     def _branch(self, finished: Sequence[tuple[Group, Task]]) -> None:
         """Has turns of finished groups continued, all at once. Raises ValueError for worlds of several agents."""
@@ -285,11 +306,6 @@ def finished(due: Sequence[Admitted], meanwhile: Meanwhile | None = None) -> Ite
             yield admitted
         if left and not ready and not (meanwhile and meanwhile.work()):
             news.wait(POLL_S if meanwhile and meanwhile.waiting else None)
-
-
-def wait(futures: list[Future[list[Trajectory]]]) -> list[Trajectory]:
-    """The rows of a group's episodes, in the order of its rollouts."""
-    return [row for future in futures for row in future.result()]
 
 
 def has_signal(group: Group) -> bool:

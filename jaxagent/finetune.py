@@ -3,6 +3,7 @@
     sft       a file of dialogues, or trajectories that a run has stored -> imitate what the assistant wrote
     raft      sample, keep the best or what reaches a threshold, imitate it, sample again
     rest_em   the same, but every round learns from the start policy anew
+    search    raft with what a tree search over turns finds; its values of turns are kept in labels/
     dpo       pairs of a file, or the best and worst of each group of rollouts -> prefer the one to the other
 
     main(config, workdir) -> 0 when done, 75 when it saved on SIGTERM and should be started again
@@ -14,6 +15,7 @@ the seed and the step only, a round's rollouts are read again from where they we
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -36,6 +38,7 @@ from jaxagent.envs import env as envs
 from jaxagent.learner import Learner
 from jaxagent.parts import build, faults, policy_shape, use_devices
 from jaxagent.progress import Progress
+from jaxagent.search import label_records
 from jaxagent.selection import Pair, best, imitated, pairs_of, reaching, rows_of
 from jaxagent.supervised import answer_logprobs, imitate, prefer
 from jaxagent.train import FAULTS, Run
@@ -69,7 +72,7 @@ def main(config: ConfigDict, workdir: str | Path, progress: Progress | None = No
         raise configs.ConfigError(found)
     if not config.finetune.mode:
         raise configs.ConfigError(
-            ["finetune.mode is empty: this config is for jaxagent train; choose sft, raft, rest_em or dpo"]
+            ["finetune.mode is empty: this config is for jaxagent train; choose sft, raft, rest_em, search or dpo"]
         )
     train.prepare(config, workdir)
     use_devices(config)
@@ -176,7 +179,7 @@ def sample(run: Run, round_: int, *, fresh: bool) -> Lesson:
     if fresh:
         run.parts.engines.publish(run.parts.learner.params, version=run.step - c.warmup.steps)
         with run.clock.part("rollout"):
-            groups, _ = run.feed.take(mixed=False, shape=train.shaper(run, round_ / c.finetune.rounds))
+            groups = sampled(run, round_, label)
         told = train.described(run, groups)
         run.store.write(label, [row for group in groups for row in group.rows])
     else:
@@ -193,6 +196,19 @@ def sample(run: Run, round_: int, *, fresh: bool) -> Lesson:
         told["select/solved_groups_if_alike"] = success_of_best(told["reward/success"], c.feed.rollouts)
         told["select/kept"] = float(len(lesson.pairs) or sum(len(rows) for rows in lesson.phases))
     return lesson
+
+
+def sampled(run: Run, round_: int, label: str) -> list[Group]:
+    """The groups of a round: rollouts, or what was found by search, whose values of turns are written down."""
+    c = run.config
+    shape = train.shaper(run, round_ / c.finetune.rounds)
+    if c.finetune.mode != "search":
+        return run.feed.take(mixed=False, shape=shape)[0]
+    groups, trees = run.feed.search(shape)
+    labels = run.workdir / "labels" / f"{label}.jsonl"
+    labels.parent.mkdir(exist_ok=True)
+    labels.write_text("".join(json.dumps(record) + "\n" for tree in trees for record in label_records(tree)))
+    return groups
 
 
 def learn(run: Run, lesson: Lesson, round_: int, within: int, per_round: int) -> dict[str, float]:

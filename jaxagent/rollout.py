@@ -207,3 +207,8 @@ async def _leave(env: Env) -> None:
     """Closes an episode's world; a fault here cannot change what was sampled."""
     with contextlib.suppress(Exception):
         await asyncio.wait_for(env.close(), 5.0)
+
+
+def wait(futures: list[Future[list[Trajectory]]]) -> list[Trajectory]:
+    """The rows of a group's episodes, in the order of its rollouts."""
+    return [row for future in futures for row in future.result()]

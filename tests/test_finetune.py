@@ -20,7 +20,7 @@ from jaxagent import config as configs
 from jaxagent import finetune, train
 from jaxagent.__main__ import main as command
 from jaxagent.checkpoint import Checkpoints
-from jaxagent.data.store import Store
+from jaxagent.data.store import Store, audit
 from jaxagent.metrics import read
 from jaxagent.models import hf
 from jaxagent.models.transformer import Decoder, params_of
@@ -42,6 +42,7 @@ TINY = (
 MODES = {
     "raft": ("finetune.mode=raft", "finetune.rounds=2"),
     "rest_em": ("finetune.mode=rest_em", "finetune.rounds=2", "finetune.threshold=(0.5,1.0)"),
+    "search": ("finetune.mode=search", "finetune.rounds=2"),
     "dpo": ("finetune.mode=dpo", "finetune.rounds=2"),
 }
 FIRST, LAST = 18, 26
@@ -138,6 +139,22 @@ def test_a_margin_is_zero_at_the_start_policy_and_grows(whole: Callable[[str], P
     assert records[0]["dpo/margin"] == pytest.approx(0.0, abs=1e-4)
     assert records[3]["dpo/margin"] > records[0]["dpo/margin"]
     assert records[0]["dpo/loss"] == pytest.approx(np.log(2), abs=1e-4)
+
+
+def test_a_search_leaves_whole_trajectories_and_the_values_of_their_turns(whole: Callable[[str], Path]) -> None:
+    for label in ("train-000001", "train-000002"):
+        rows = {f"{row.group}#{row.rollout}": row for row in Store(whole("search") / "trajectories").read(label)}
+        assert [audit(row) for row in rows.values()] == [""] * len(rows)
+        lines = (whole("search") / "labels" / f"{label}.jsonl").read_text().splitlines()
+        records = [json.loads(line) for line in lines]
+        assert {record["trajectory"] for record in records} <= rows.keys()
+        assert any(record["q"] > 0 for record in records)
+        assert any(record["visits"] > 1 for record in records)
+        for record in records:
+            row = rows[record["trajectory"]]
+            turn = row.turns[record["turn"]]
+            assert (record["start"], record["tokens"]) == (turn.start, row.tokens[: turn.end])
+            assert 0 <= record["q"] <= 1
 
 
 def test_only_rest_em_goes_back_to_the_start_policy(whole: Callable[[str], Path]) -> None:

@@ -10,6 +10,7 @@ import pytest
 from test_train import TINY, configured, run, steady_metrics
 
 from jaxagent.checkpoint import Checkpoints
+from jaxagent.data.store import Store, audit
 from jaxagent.metrics import read
 
 # Saves within the warm-up of 18 steps, at its end, and within reinforcement.
@@ -113,3 +114,21 @@ def test_moving_baselines_are_carried_over_a_stop(tmp_path: Path) -> None:
         mean = 0.95**8 * mean + (1 - 0.95**8) * reward
     assert baselines == {"agent": pytest.approx(mean, rel=1e-4)}
     assert mean > 0
+
+
+def test_continuations_of_turns_are_sampled_stored_and_trained_on(tmp_path: Path) -> None:
+    records = trained(tmp_path, "algo.name=anchor_gae", "feed.branches=3", "engine.fork_min_tokens=4")
+    assert sum(record["rollout/branches"] for record in records) > 0
+    for step, record in enumerate(records, start=1):
+        rows = Store(tmp_path / "trajectories").read(f"train-{step:06d}")
+        branches = [row for row in rows if row.trunk >= 0]
+        assert [audit(row) for row in rows] == [""] * len(rows)
+        assert record["rollout/branches"] == len(branches)
+        assert record["rollout/branch_tokens"] == sum(sum(row.mask) for row in branches)
+        for row in branches:
+            trunk = next(t for t in rows if t.rollout == row.trunk and row.group.startswith(f"{t.group}#"))
+            shared = row.turns[0].start
+            assert row.tokens[:shared] == trunk.tokens[:shared]
+            assert not any(row.mask[:shared])
+        if record.get("policy/tokens"):  # what the engine sampled behind a stem is what the learner scores
+            assert record["policy/sampler_logprob_gap_max"] < 1e-3

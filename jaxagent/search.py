@@ -1,0 +1,242 @@
+"""Tree search over turns: where the policy's turns lead, found by continuing episodes from states that were already reached.
+
+A node is a state, known by the tokens that led there; an edge is a turn that was sampled in it. A simulation goes down from the
+root as UCT says (Kocsis and Szepesvari 2006) to a node that is to get another turn, and has the policy play on from there to
+the end: all turns of that continuation become edges. So a simulation costs what is left of an episode, never a whole one.
+
+    at a node with N visits: another turn where no more than sqrt(N) were drawn, and fewer than `width`;
+    else down the edge with the largest Q + exploration spread sqrt(ln N / n)
+
+Q is the mean return of the simulations through an edge; `spread` is the range of returns seen in the tree. With a value
+function, r + value(state after it) counts as one more visit of every edge, as a critic's does in the search of ReST-MCTS*
+(arXiv:2406.03816); that paper's value is trained with the search, here it is given.
+
+Two uses of what was found. `Tree.episodes` are whole trajectories, as if each had been played alone: the best are imitated.
+`turn_labels` gives the Q of the *policy* for every turn (Math-Shepherd, arXiv:2312.08935, and AgentPRM, arXiv:2502.10325, at
+turns): returns of continuations that begin right after the turn or pass through it. Simulations that the search sent further
+down through it are left out: they were sent where it went well, and their mean would be above the policy's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxagent.envs.env import Task
+from jaxagent.rollout import Rollouts, wait
+from jaxagent.stem import Stem, stem_of, want_one_agent
+from jaxagent.types import Sampling, Trajectory
+
+Value = Callable[[Sequence[int]], float]  # from the tokens before a turn to the return from there on
+
+
+@dataclass(frozen=True)
+class SearchOptions:
+    """How wide a node may become, and how much what was rarely tried is preferred to what went well."""
+
+    width: int = 4
+    exploration: float = 0.2  # in ranges of the returns
+
+    def __post_init__(self) -> None:
+        if self.width < 1:
+            raise ValueError(f"the width of a search must be at least 1, got {self.width}")
+        if self.exploration < 0:
+            raise ValueError(f"the exploration of a search must not be negative, got {self.exploration}")
+
+
+@dataclass
+class Edge:
+    """A turn in a state. `visits` and `total` are of all simulations, `drawn` and `returned` of those that count for labels."""
+
+    reward: float
+    episode: int  # the first one that took it, and the turn's number there
+    turn: int
+    after: Node | None = None  # None while no turn followed
+    prior: float | None = None  # of the value function
+    visits: int = 0
+    total: float = 0.0
+    drawn: int = 0
+    returned: float = 0.0
+
+    @property
+    def q(self) -> float:
+        known = self.prior is not None
+        return (self.total + (self.prior or 0.0)) / max(1, self.visits + known)
+
+
+@dataclass
+class Node:
+    """A state in which turns are sampled; its stem says how to come back to it."""
+
+    stem: Stem
+    edges: dict[tuple[int, ...], Edge] = field(default_factory=dict)
+    visits: int = 0
+    drawn: int = 0  # continuations that begin here, those lost to the infrastructure included
+
+
+class Tree:
+    """What the simulations of one task have found."""
+
+    def __init__(self, group: str, task: Task, options: SearchOptions, value: Value | None = None):
+        self.group, self.task, self.options, self.value = group, task, options, value
+        self.root: Node | None = None
+        self.episodes: list[Trajectory] = []  # whole ones, in the order of the simulations
+        self.sampled = 0  # tokens
+        self.lost: list[Trajectory] = []  # what the infrastructure broke, or what sampled nothing
+
+    def select(self) -> tuple[Node, list[Edge]]:
+        """The node that gets another turn, and the edges that lead to it."""
+        node, path = self.root, list[Edge]()
+        if node is None:
+            raise ValueError(f"{self.group}: a tree has nothing to select from before its first episode")
+        rewards = [episode.reward for episode in self.episodes]
+        spread = max(rewards) - min(rewards) or 1.0
+        while node.drawn > min(math.sqrt(max(1, node.visits)), self.options.width - 1):
+            ahead = [edge for edge in node.edges.values() if edge.after]
+            if not ahead:  # all that was tried here ends the episode
+                break
+            scores = [self._score(edge, node, spread) for edge in ahead]
+            edge = ahead[scores.index(max(scores))]
+            path.append(edge)
+            assert edge.after is not None
+            node = edge.after
+        return node, path
+
+    def _score(self, edge: Edge, node: Node, spread: float) -> float:
+        rarely = math.sqrt(math.log(max(node.visits, 2)) / max(1, edge.visits))
+        return edge.q + self.options.exploration * spread * rarely
+
+    def take(self, row: Trajectory, node: Node | None = None, path: Sequence[Edge] = ()) -> None:
+        """Enters an episode, or a continuation from `node`, to which `path` leads."""
+        self.sampled += sum(row.mask)
+        if not row.stop.counts or not row.turns:
+            self.lost.append(row)
+            return
+        if node is None:
+            node = self.root = self.root or Node(stem_of(row, 0))
+            node.drawn += 1
+        stem, parent = node.stem, self.episodes[path[-1].episode] if path else None
+        self.episodes.append(whole(row, parent, self.group, len(self.episodes)))
+        to_go = row.reward
+        self._count(path, to_go)
+        for number, turn in enumerate(row.turns):
+            node.visits += 1
+            tokens = tuple(row.tokens[turn.start : turn.end])
+            edge = node.edges.setdefault(tokens, Edge(turn.reward, len(self.episodes) - 1, stem.turns + number))
+            edge.visits, edge.total = edge.visits + 1, edge.total + to_go
+            edge.drawn, edge.returned = edge.drawn + 1, edge.returned + to_go
+            to_go -= turn.reward
+            if number + 1 == len(row.turns):
+                break
+            if edge.after is None:
+                edge.after = Node(stem.then(row, number + 1), drawn=1)
+                edge.prior = edge.reward + self.value(edge.after.stem.tokens) if self.value else None
+            node = edge.after
+            if node.stem.tokens != tuple(row.tokens[: row.turns[number + 1].start]):
+                break  # the world answered the same turn in another way: what follows is not of this state
+
+    def _count(self, path: Sequence[Edge], to_go: float) -> None:
+        """Tells the edges above a continuation what came of it."""
+        for i, edge in enumerate(reversed(path)):
+            to_go += edge.reward
+            edge.visits, edge.total = edge.visits + 1, edge.total + to_go
+            if i == 0:  # it begins right after this turn, and was not chosen for how it went on
+                edge.drawn, edge.returned = edge.drawn + 1, edge.returned + to_go
+        node = self.root
+        for edge in path:
+            assert node is not None
+            node.visits += 1
+            node = edge.after
+
+    @property
+    def best(self) -> Trajectory:
+        """The first of the episodes with the highest reward."""
+        return max(self.episodes, key=lambda row: row.reward)
+
+
+def whole(row: Trajectory, parent: Trajectory | None, group: str, number: int) -> Trajectory:
+    """A continuation with the turns that it shares with its parent, as one trajectory that was sampled from its beginning."""
+    made = deepcopy(row)
+    made.group, made.rollout, made.trunk, made.trunk_turns = group, number, -1, 0
+    if parent is None or not row.trunk_turns:
+        return made
+    shared, turns = row.turns[0].start, row.trunk_turns
+    held = parent.turns[turns - 1].end
+    made.turns[0].fed_start, made.turns[0].fed = held, row.tokens[held:shared]
+    made.turns = deepcopy(parent.turns[:turns]) + made.turns
+    for name in ("mask", "logprob", "version"):
+        setattr(made, name, getattr(parent, name)[:shared] + getattr(row, name)[shared:])
+    made.turn = parent.turn[:shared] + [turn + turns if turn >= 0 else turn for turn in row.turn[shared:]]
+    made.routing = []  # that of the stem is not here
+    return made
+
+
+def search(
+    rollouts: Rollouts,
+    tasks: Sequence[tuple[str, Task]],
+    sampling: Sampling,
+    simulations: int,
+    options: SearchOptions | None = None,
+    value: Value | None = None,
+) -> list[Tree]:
+    """A tree for every (group name, task), each of `simulations` episodes and continuations; all trees grow side by side.
+
+    The draws depend on the run's seed, the group and the place in the tree, and the tree on what was drawn: the same again.
+
+    Raises ValueError for worlds of several agents, and where a conversation is begun anew in another row.
+    """
+    trees = [Tree(group, task, options or SearchOptions(), value) for group, task in tasks]
+    for number in range(simulations):
+        started: list[tuple[Tree, Any, Future[list[Trajectory]]]] = []
+        for tree in trees:
+            if tree.root is None:  # its first episode, or another where that broke
+                ((future,),) = _alone(rollouts, tree, number, sampling)
+                started.append((tree, (), future))
+                continue
+            node, path = tree.select()
+            (future,) = rollouts.branch(node.stem, tree.task, [node.drawn], sampling)
+            node.drawn += 1
+            started.append((tree, (node, path), future))
+        for tree, place, future in started:
+            rows = wait([future])
+            want_one_agent(rows)
+            if len(rows) > 1:
+                raise ValueError(f"{rows[0].task}: its conversation was begun anew in another row; a search needs all in one")
+            tree.take(rows[0], *place)
+    return trees
+
+
+def _alone(rollouts: Rollouts, tree: Tree, number: int, sampling: Sampling) -> list[list[Future[list[Trajectory]]]]:
+    name = tree.group if not number else f"{tree.group}+{number}"  # another name, other draws
+    return rollouts.play([(name, tree.task)], 1, sampling)
+
+
+def turn_labels(tree: Tree) -> list[tuple[Trajectory, int, float, int]]:
+    """(trajectory, number of the turn, Q of the policy for it, how many returns that is the mean of), for every turn found."""
+    found, ahead = list[tuple[Trajectory, int, float, int]](), [tree.root] if tree.root else []
+    while ahead:
+        node = ahead.pop(0)
+        for edge in node.edges.values():
+            found.append((tree.episodes[edge.episode], edge.turn, edge.returned / edge.drawn, edge.drawn))
+            ahead += [edge.after] if edge.after else []
+    return found
+
+
+def label_records(tree: Tree) -> list[dict[str, Any]]:
+    """`turn_labels` as JSON objects. `tokens` are all up to and with the turn, which begins at `start`."""
+    return [
+        {
+            "trajectory": f"{row.group}#{row.rollout}",
+            "task": row.task,
+            "turn": turn,
+            "start": row.turns[turn].start,
+            "tokens": row.tokens[: row.turns[turn].end],
+            "q": q,
+            "visits": visits,
+        }
+        for row, turn, q, visits in turn_labels(tree)
+    ]
