@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -66,6 +67,12 @@ class Agent:
         self.template, self.tools, self.sampler, self.limits = template, tools, sampler, limits
         self.constraint = template.constraint(tools) if constrain_calls and tools else None
 
+    def through(self, sampler: Sampler) -> Agent:
+        """The same agent with another sampler."""
+        other = copy.copy(self)
+        other.sampler = sampler
+        return other
+
     async def play(self, env: Env, task: Task, rows: list[Trajectory], key: tuple[int, int], sampling: Sampling) -> None:
         """Plays one episode into `rows`, which holds the first seat's row and gets one more for every further seat or segment.
 
@@ -99,8 +106,7 @@ class Agent:
             if number:  # a further seat starts with an empty row of its own
                 rows.append(_beside(first, step.agent))
             rows[-1].role = step.agent
-            name = f"{first.group}#{first.rollout}.{first.attempts}/{step.agent}"
-            seats[step.agent] = Seat([rows[-1]], name, (key[0], key[1] ^ number))
+            seats[step.agent] = Seat([rows[-1]], seat_name(rows[-1]), (key[0], key[1] ^ number))
         return seats[step.agent]
 
     def _told(self, seat: Seat, step: Step, rows: list[Trajectory], sampling: Sampling) -> StopReason | None:
@@ -136,7 +142,7 @@ class Agent:
         row.segment = number
         rows.append(row)
         seat.rows.append(row)
-        seat.name = f"{seat.name.removesuffix(f'+{number - 1}')}+{number}"
+        seat.name = seat_name(row)
         seat.held = 0
 
     async def _act(self, seat: Seat, env: Env, step: Step, sampling: Sampling) -> Step:
@@ -158,7 +164,8 @@ class Agent:
         closed = sample.tokens[-1:] and sample.tokens[-1] in self.template.stop  # a stop string leaves all that it ends in
         words = sample.tokens[:-1] if closed else sample.tokens
         seat.told.append(Message("assistant", self.template.text(words)) if action.error else action)
-        trajectory.waiting = "environment"
+        calls = ", ".join(call.name for call in action.calls)
+        trajectory.waiting = f"environment, asked for {calls}" if calls else "environment"
         answer = await env.step(action)
         trajectory.waiting = ""
         turn.reward, turn.reason, turn.tools = answer.reward, answer.reason, answer.tools
@@ -166,6 +173,11 @@ class Agent:
         rest = answer.reward - sum(answer.parts.values())
         turn.outcome = answer.parts.get("outcome", rest) if answer.parts else None
         return answer
+
+
+def seat_name(row: Trajectory) -> str:
+    """What the sampler knows a row by."""
+    return f"{row.group}#{row.rollout}.{row.attempts}/{row.role}" + f"+{row.segment}" * bool(row.segment)
 
 
 def _beside(first: Trajectory, role: str) -> Trajectory:

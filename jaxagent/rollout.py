@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import itertools
 import secrets
 import threading
@@ -17,9 +18,20 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from jaxagent.agent import Agent
+from jaxagent.agent import Agent, seat_name
 from jaxagent.envs.env import Ablated, Env, Task, World
+from jaxagent.journal import Journal, Recorded
 from jaxagent.types import Sampling, StopReason, Trajectory, sampling_key
+
+LEAVE_S = 5.0  # that a world has to end or to close when it is told to; then it is left behind
+
+
+class DeadlineMissed(Exception):
+    """An episode was not over when its time was; `ended` says whether it let itself be ended."""
+
+    def __init__(self, ended: bool):
+        super().__init__()
+        self.ended = ended
 
 
 @dataclass(frozen=True)
@@ -38,6 +50,15 @@ class RolloutOptions:
             raise ValueError(f"rollout.deadline_s must be positive, got {self.deadline_s}")
 
 
+@dataclass(frozen=True)
+class _How:
+    """What the episodes of one call have in common."""
+
+    sampling: Sampling
+    ablated: bool
+    journal: Journal | None
+
+
 class Rollouts:
     """Plays episodes of one world. `seed` and the episode's names fix every draw."""
 
@@ -51,13 +72,23 @@ class Rollouts:
         self._sandbox, self._gate = self._run(self._open(sandbox)).result()
 
     def play(
-        self, tasks: Iterable[tuple[str, Task]], rollouts: int, sampling: Sampling, *, ablated: bool = False
+        self,
+        tasks: Iterable[tuple[str, Task]],
+        rollouts: int,
+        sampling: Sampling,
+        *,
+        ablated: bool = False,
+        journal: Journal | None = None,
     ) -> list[list[Future[list[Trajectory]]]]:
         """Starts `rollouts` episodes for every (group name, task); a list of futures per task.
 
         An episode gives one row for every seat at its table, and one more wherever a seat's conversation was begun anew.
+
+        Args:
+            journal: keeps what is sampled, and gives what it kept before the run was stopped.
         """
-        return [[self._run(self._episode(group, task, i, sampling, ablated)) for i in range(rollouts)] for group, task in tasks]
+        how = _How(sampling, ablated, journal)
+        return [[self._run(self._episode(group, task, i, how)) for i in range(rollouts)] for group, task in tasks]
 
     def close(self) -> None:
         """Ends the loop; episodes that are still played are cancelled."""
@@ -78,34 +109,43 @@ class Rollouts:
         tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        if tasks:
+            await asyncio.wait(tasks, timeout=2 * LEAVE_S)
         if self._sandbox is not None:
             await self._sandbox.close()
 
-    async def _episode(self, group: str, task: Task, rollout: int, sampling: Sampling, ablated: bool) -> list[Trajectory]:
+    async def _episode(self, group: str, task: Task, rollout: int, how: _How) -> list[Trajectory]:
+        if how.journal and (kept := how.journal.episode(group, rollout)):
+            return kept
         async with self._gate:
             for attempt in range(1, self.options.attempts + 1):
                 difficulty = task.get("difficulty", "")
                 rows = [Trajectory(task["id"], task["seed"], group, rollout, attempts=attempt, difficulty=difficulty)]
-                await self._attempt(rows, task, sampling, ablated)
+                rows = await self._attempt(rows, task, how)
                 if rows[0].stop.counts:
                     break
+            if how.journal:
+                how.journal.finish(rows)
             return rows
 
-    async def _attempt(self, rows: list[Trajectory], task: Task, sampling: Sampling, ablated: bool) -> None:
+    async def _attempt(self, rows: list[Trajectory], task: Task, how: _How) -> list[Trajectory]:
+        """Plays an episode into `rows` and returns them; of one that could not be ended, a copy that nobody writes to."""
         began, first = time.monotonic(), rows[0]
         # A sandbox remembers sessions by their key: neither another run's nor one that a killed run left may be found by it.
         name = f"{self._nonce}.{next(self._attempts)}/{first.group}#{first.rollout}"
         key = sampling_key(self.seed, first.group, first.rollout)
-        deadline = asyncio.timeout(self.options.deadline_s)
-        env: Env | None = None
+        agent, env = self.agent, None
+        if how.journal:
+            agent = agent.through(Recorded(agent.sampler, how.journal, first.group, first.rollout))
         try:
             env = self.world.episode(name, self._sandbox)
-            async with deadline:
-                await self.agent.play(Ablated(env) if ablated else env, task, rows, key, sampling)
+            play = agent.play(Ablated(env) if how.ablated else env, task, rows, key, how.sampling)
+            await self._within_deadline(asyncio.create_task(play))
         except Exception as error:
             fault = StopReason.INFRA_FAILURE, f"{type(error).__name__}: {error}"
-            stop, text = self._missed(rows) if isinstance(error, TimeoutError) and deadline.expired() else fault
+            stop, text = self._missed(rows) if isinstance(error, DeadlineMissed) else fault
+            if isinstance(error, DeadlineMissed) and not error.ended:
+                rows = self._left_behind(rows)
             for row in rows:
                 row.stop, row.error = stop, f"turn {len(row.turns)}: {text}"
         finally:
@@ -114,6 +154,29 @@ class Rollouts:
                 row.seconds = seconds
             if env is not None:
                 await self._leave(env)
+        return rows
+
+    async def _within_deadline(self, episode: asyncio.Task[None]) -> None:
+        """Waits for an episode. Raises DeadlineMissed; a world that catches its cancellation cannot keep the step waiting."""
+        try:
+            await asyncio.wait({episode}, timeout=self.options.deadline_s)
+            missed = not episode.done()
+        finally:  # also where the rollouts are closed meanwhile
+            if not episode.done():
+                episode.cancel()
+                await asyncio.wait({episode}, timeout=LEAVE_S)
+        if not missed:
+            episode.result()
+            return
+        if episode.done() and not episode.cancelled():
+            episode.exception()  # whatever came of the cancellation, it is asked for, or asyncio would complain
+        raise DeadlineMissed(ended=episode.done())
+
+    def _left_behind(self, rows: list[Trajectory]) -> list[Trajectory]:
+        """A copy of the rows of an episode that goes on; what the sampler holds for it is let go."""
+        for row in rows:
+            self.agent.sampler.release(seat_name(row))
+        return copy.deepcopy(rows)
 
     def _missed(self, rows: list[Trajectory]) -> tuple[StopReason, str]:
         """A missed deadline is the policy's fault where its own tool calls took most of the time."""
@@ -125,6 +188,10 @@ class Rollouts:
 
     @staticmethod
     async def _leave(env: Env) -> None:
-        """Closes an episode's world; a fault here cannot change what was sampled."""
+        """Closes an episode's world; a fault here cannot change what was sampled, and nobody waits for one that hangs."""
         with contextlib.suppress(Exception):
-            await asyncio.wait_for(env.close(), 5.0)
+            closing = asyncio.ensure_future(env.close())
+            if not (await asyncio.wait({closing}, timeout=LEAVE_S))[0]:
+                closing.cancel()
+            elif not closing.cancelled():
+                closing.exception()

@@ -18,7 +18,7 @@ STORIES = ("jaxagent.train", "jaxagent.finetune")
 # Every module of jaxagent, from the ground up: an import goes to a lower floor, or stays on its own without a circle.
 FLOORS = (
     "types metrics alarms progress config sharding compiled algos",
-    "rewards tools chat data view models checkpoint objective",
+    "rewards tools chat data view models checkpoint objective journal",
     "credit selection envs engine learner critic",
     "agent",
     "rollout",
@@ -28,7 +28,22 @@ FLOORS = (
     "__main__",
 )
 FLOOR = {name: number for number, names in enumerate(FLOORS) for name in names.split()}
-HOST = {"types", "chat", "tools", "rewards", "envs", "agent", "rollout", "feed", "serve", "data", "view", "metrics", "config"}
+HOST = {
+    "types",
+    "chat",
+    "tools",
+    "rewards",
+    "envs",
+    "agent",
+    "rollout",
+    "feed",
+    "journal",
+    "serve",
+    "data",
+    "view",
+    "metrics",
+    "config",
+}
 KNOW_THE_CONFIG = {"config", "parts", "evaluate", "policy", "view", "train", "finetune", "__main__"}
 
 
