@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -55,6 +56,8 @@ class Player(Protocol):
 
     async def play(self, env: Env, task: Task, rows: list[Trajectory], key: tuple[int, int], sampling: Sampling) -> None: ...
 
+    def release(self, rows: Sequence[Trajectory]) -> None: ...
+
     async def close(self) -> None: ...
 
 
@@ -80,6 +83,18 @@ class Agent:
         """
         self.template, self.tools, self.sampler, self.limits, self.past = template, tools, sampler, limits, past
         self.constraint = template.constraint(tools) if constrain_calls and tools else None
+
+    def through(self, recorded: Callable[[Sampler], Sampler]) -> Agent:
+        """The same agent with other samplers, made of its own."""
+        other = copy.copy(self)
+        other.sampler, other.past = recorded(self.sampler), recorded(self.past) if self.past else None
+        return other
+
+    def release(self, rows: Sequence[Trajectory]) -> None:
+        """Lets go what samplers hold for the rows of an episode that is left behind."""
+        for row in rows:
+            for sampler in filter(None, (self.sampler, self.past)):
+                sampler.release(seat_name(row))
 
     async def play(
         self,
@@ -178,11 +193,10 @@ class Agent:
             if number:  # a further seat starts with an empty row of its own
                 rows.append(beside(first))
             rows[-1].role, rows[-1].seat, rows[-1].past = step.agent.partition("#")[0], number, step.past
-            name = f"{first.group}#{first.rollout}.{first.attempts}/{step.agent}"
             sampler = self.past if step.past else self.sampler
             if sampler is None:
                 raise ValueError(f"{step.agent} is to be an earlier version of the policy, but none is kept: see World.past")
-            seats[step.agent] = Seat([rows[-1]], sampler, name, (key[0], key[1] ^ number))
+            seats[step.agent] = Seat([rows[-1]], sampler, seat_name(rows[-1]), (key[0], key[1] ^ number))
         return seats[step.agent]
 
     def _told(self, seat: Seat, step: Step, rows: list[Trajectory], sampling: Sampling) -> StopReason | None:
@@ -219,7 +233,7 @@ class Agent:
         row.segment = number
         rows.append(row)
         seat.rows.append(row)
-        seat.name = f"{seat.name.removesuffix(f'+{number - 1}')}+{number}"
+        seat.name = seat_name(row)
         seat.held = 0
 
     async def _act(self, seat: Seat, env: Env, step: Step, sampling: Sampling) -> Step:
@@ -239,7 +253,8 @@ class Agent:
         action, heard = self._read(sample.tokens)
         turn.error = action.error
         seat.told.append(heard)
-        trajectory.waiting = "environment"
+        calls = ", ".join(call.name for call in action.calls)
+        trajectory.waiting = f"environment, asked for {calls}" if calls else "environment"
         answer = await env.step(action)
         trajectory.waiting = ""
         turn.reward, turn.reason, turn.tools = answer.reward, answer.reason, answer.tools
@@ -247,6 +262,12 @@ class Agent:
         rest = answer.reward - sum(answer.parts.values())
         turn.outcome = answer.parts.get("outcome", rest) if answer.parts else None
         return answer
+
+
+def seat_name(row: Trajectory) -> str:
+    """What the sampler knows a row by."""
+    seat = row.role + f"#{row.seat}" * bool(row.seat) + f"+{row.segment}" * bool(row.segment)
+    return f"{row.group}#{row.rollout}.{row.attempts}/{seat}"
 
 
 def _not_alone(stem: Stem, step: Step) -> Diverged:

@@ -349,7 +349,10 @@ def _inert(c: ConfigDict) -> Iterator[tuple[str, str]]:
 
 
 def save(config: ConfigDict, path: Path) -> None:
-    path.write_text(config.to_json(indent=2, sort_keys=True) + "\n")
+    """Writes a config whole or not at all."""
+    partial = path.with_suffix(".partial")
+    partial.write_text(config.to_json(indent=2, sort_keys=True) + "\n")
+    partial.rename(path)
 
 
 def read(path: Path) -> ConfigDict:

@@ -20,10 +20,11 @@ import numpy as np
 from jaxagent.algos.values import branch_scores, chosen_turns
 from jaxagent.data.tasks import TaskStream, ValueStream
 from jaxagent.envs.env import ENDLESS, Task, World, size_of
+from jaxagent.journal import Journal
 from jaxagent.rollout import Rollouts, wait
 from jaxagent.search import Tree, search
 from jaxagent.stem import paths_of, stem_of, want_one_agent
-from jaxagent.types import Group, Peers, Sampling, sampling_key
+from jaxagent.types import Group, Peers, Sampling, Trajectory, sampling_key
 
 
 @dataclass(frozen=True)
@@ -131,6 +132,38 @@ class Admitted:
 
 
 POLL_S = 0.005  # how often it is looked whether the device is free, while there is something to do on it
+STOP_POLL_S = 0.2  # how often it is looked whether the run is to stop
+
+
+class Stopped(Exception):
+    """The run is to stop while rollouts are waited for; the feed is as it was when the step began."""
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    """How a step waits for its groups."""
+
+    meanwhile: Meanwhile | None
+    stop: Callable[[], bool] | None
+
+    def finished(self, due: Sequence[Admitted]) -> Iterator[Admitted]:
+        """Groups as they are finished, or in their order where `meanwhile` wants that; it works while others are played."""
+        news, meanwhile, stop = threading.Event(), self.meanwhile, self.stop
+        for episode in (episode for admitted in due for episode in admitted.episodes):
+            episode.add_done_callback(lambda _: news.set())
+        left = list(due)
+        while left:
+            news.clear()
+            ready = [admitted for admitted in left if admitted.finished]
+            if meanwhile is None or meanwhile.ordered:
+                ready = ready[:1] if left[0].finished else []
+            for admitted in ready:
+                left.remove(admitted)
+                yield admitted
+            if left and stop and stop():
+                raise Stopped
+            if left and not ready and not (meanwhile and meanwhile.work()):
+                news.wait(POLL_S if meanwhile and meanwhile.waiting else STOP_POLL_S if stop else None)
 
 
 class Feed:
@@ -148,8 +181,10 @@ class Feed:
         sampling: Sampling,
         options: FeedOptions,
         peers: Peers | None = None,
+        journal: Journal | None = None,
     ):
-        self.peers = peers
+        """Args: journal: keeps what is sampled; what it kept is not sampled again."""
+        self.peers, self.journal = peers, journal
         self.world, self.tasks, self.rollouts = world, tasks, rollouts
         self.sampling, self.options = sampling, options
         self.pacing = Pacing(options.prompts, options.max_staleness)
@@ -165,6 +200,7 @@ class Feed:
         version: int = 0,
         steps_left: int = 0,
         meanwhile: Meanwhile | None = None,
+        stop: Callable[[], bool] | None = None,
     ) -> tuple[list[Group], list[Group]]:
         """(groups to train on, all groups sampled). `mixed` replaces groups whose rewards are all equal.
 
@@ -173,7 +209,18 @@ class Feed:
             version: of the weights that these groups are trained on, which are published.
             steps_left: steps after this one.
             meanwhile: what is done with groups while others are played.
+            stop: whether the run is to stop. Raises Stopped, at once, where it says so.
         """
+        before = self.state() if stop else {}
+        try:
+            return self._take(mixed, shape, version, steps_left, _Waiting(meanwhile, stop))
+        except Stopped:
+            self.restore(before)
+            raise
+
+    def _take(
+        self, mixed: bool, shape: Callable[[Group], None] | None, version: int, steps_left: int, waiting: _Waiting
+    ) -> tuple[list[Group], list[Group]]:
         kept: list[Group] = []
         sampled: list[Group] = []
         self._play(self._owed)
@@ -183,12 +230,12 @@ class Feed:
             self._admit(self.pacing.room(wanted, len(self.ahead), steps_left))
             due = [self.ahead.popleft() for _ in range(wanted)]
             groups: dict[int, Group] = {}
-            for admitted in finished(due, meanwhile):
+            for admitted in waiting.finished(due):
                 group = groups[admitted.number] = Group.of(admitted.key, wait(admitted.episodes))
                 if shape:
                     shape(group)
-                if meanwhile and (not mixed or has_signal(group)):
-                    meanwhile.add(group)
+                if waiting.meanwhile and (not mixed or has_signal(group)):
+                    waiting.meanwhile.add(group)
                 self._check_age(group, version)
             if self.options.branches:
                 self._branch([(groups[admitted.number], self.world.task("train", admitted.index)) for admitted in due])
@@ -216,7 +263,8 @@ class Feed:
         """Starts the episodes of groups that are this host's."""
         own = [place for place in places if self.peers is None or self.peers.owns(place[0])]
         named = [(f"train/{number}", self.world.task("train", index)) for number, index in own]
-        started = dict(zip(own, self.rollouts.play(named, self.options.rollouts, self.sampling), strict=True))
+        episodes = self.rollouts.play(named, self.options.rollouts, self.sampling, journal=self.journal)
+        started = dict(zip(own, episodes, strict=True))
         self.ahead += [Admitted(*place, started.get(place, [])) for place in places]
 
     def _check_age(self, group: Group, version: int) -> None:
@@ -278,6 +326,12 @@ class Feed:
         for group, futures in started:
             group.branches += wait(futures)
 
+    @property
+    def first(self) -> int:
+        """The number of the first group that was not trained on."""
+        places = [admitted.number for admitted in self.ahead] + [number for number, _ in self._owed]
+        return min(places, default=self.drawn)
+
     def state(self) -> dict[str, Any]:
         ahead = [(admitted.number, admitted.index) for admitted in self.ahead]
         return {"drawn": self.drawn, "tasks": self.tasks.state(), "ahead": [*ahead, *self._owed]}
@@ -288,24 +342,6 @@ class Feed:
         self.tasks.restore(state["tasks"])
         self.ahead.clear()
         self._owed = [(number, index) for number, index in state["ahead"]]
-
-
-def finished(due: Sequence[Admitted], meanwhile: Meanwhile | None = None) -> Iterator[Admitted]:
-    """Groups as they are finished, or in their order where `meanwhile` wants that; it works while others are played."""
-    news = threading.Event()
-    for episode in (episode for admitted in due for episode in admitted.episodes):
-        episode.add_done_callback(lambda _: news.set())
-    left = list(due)
-    while left:
-        news.clear()
-        ready = [admitted for admitted in left if admitted.finished]
-        if meanwhile is None or meanwhile.ordered:
-            ready = ready[:1] if left[0].finished else []
-        for admitted in ready:
-            left.remove(admitted)
-            yield admitted
-        if left and not ready and not (meanwhile and meanwhile.work()):
-            news.wait(POLL_S if meanwhile and meanwhile.waiting else None)
 
 
 def has_signal(group: Group) -> bool:

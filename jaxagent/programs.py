@@ -55,6 +55,9 @@ class Programs:
             session.close()
         record.end(outcome, _EXHAUSTED.get(session.exhausted, StopReason.ANSWERED))
 
+    def release(self, rows: Sequence[Trajectory]) -> None:
+        """A session lets its rows go when it is closed."""
+
     async def close(self) -> None:
         if self._server:
             await self._server.stop()

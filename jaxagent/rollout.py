@@ -8,20 +8,32 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import itertools
 import secrets
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from jaxagent.agent import Agent, Player
 from jaxagent.envs.env import Ablated, Env, Task, World
+from jaxagent.journal import Journal, Recorded
 from jaxagent.stem import Resumed, Stem
 from jaxagent.types import Sampling, StopReason, Trajectory, sampling_key
+
+LEAVE_S = 5.0  # that a world has to end or to close when it is told to; then it is left behind
+
+
+class DeadlineMissed(Exception):
+    """An episode was not over when its time was; `ended` says whether it let itself be ended."""
+
+    def __init__(self, ended: bool):
+        super().__init__()
+        self.ended = ended
 
 
 @dataclass(frozen=True)
@@ -40,6 +52,17 @@ class RolloutOptions:
             raise ValueError(f"rollout.deadline_s must be positive, got {self.deadline_s}")
 
 
+@dataclass(frozen=True)
+class _How:
+    """What the episodes of one call have in common."""
+
+    sampling: Sampling
+    ablated: bool = False
+    journal: Journal | None = None
+    stem: Stem | None = None  # what continuations go on from
+    origin: _Origin | None = None  # where their world stands, if it can be copied
+
+
 class Rollouts:
     """Plays episodes of one world. `seed` and the episode's names fix every draw."""
 
@@ -53,13 +76,23 @@ class Rollouts:
         self._sandbox, self._gate = self._run(self._open(sandbox)).result()
 
     def play(
-        self, tasks: Iterable[tuple[str, Task]], rollouts: int, sampling: Sampling, *, ablated: bool = False
+        self,
+        tasks: Iterable[tuple[str, Task]],
+        rollouts: int,
+        sampling: Sampling,
+        *,
+        ablated: bool = False,
+        journal: Journal | None = None,
     ) -> list[list[Future[list[Trajectory]]]]:
         """Starts `rollouts` episodes for every (group name, task); a list of futures per task.
 
         An episode gives one row for every seat at its table, and one more wherever a seat's conversation was begun anew.
+
+        Args:
+            journal: keeps what is sampled, and gives what it kept before the run was stopped.
         """
-        return [[self._run(self._episode(group, task, i, sampling, ablated)) for i in range(rollouts)] for group, task in tasks]
+        how = _How(sampling, ablated, journal)
+        return [[self._run(self._episode(group, task, i, how)) for i in range(rollouts)] for group, task in tasks]
 
     def branch(self, stem: Stem, task: Task, numbers: Iterable[int], sampling: Sampling) -> list[Future[list[Trajectory]]]:
         """Starts the continuations `numbers` of a stem; a future of its rows for each.
@@ -78,7 +111,8 @@ class Rollouts:
         if getattr(self.world, "forks", False):
             name = f"{self._nonce}.{next(self._attempts)}/{stem.group}"
             origin = _Origin(lambda: self.world.episode(name, self._sandbox), len(numbers))
-        return [self._run(self._continuation(stem, task, number, sampling, origin)) for number in numbers]
+        how = _How(sampling, stem=stem, origin=origin)
+        return [self._run(self._continuation(task, number, how)) for number in numbers]
 
     def close(self) -> None:
         """Ends the loop; episodes that are still played are cancelled."""
@@ -99,74 +133,94 @@ class Rollouts:
         tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        if tasks:
+            await asyncio.wait(tasks, timeout=2 * LEAVE_S)
         await self.agent.close()
         if self._sandbox is not None:
             await self._sandbox.close()
 
-    async def _episode(self, group: str, task: Task, rollout: int, sampling: Sampling, ablated: bool) -> list[Trajectory]:
+    async def _episode(self, group: str, task: Task, rollout: int, how: _How) -> list[Trajectory]:
+        if how.journal and (kept := how.journal.episode(group, rollout)):
+            return kept
         async with self._gate:
             for attempt in range(1, self.options.attempts + 1):
                 difficulty = task.get("difficulty", "")
                 rows = [Trajectory(task["id"], task["seed"], group, rollout, attempts=attempt, difficulty=difficulty)]
-                await self._attempt(rows, task, sampling, ablated)
+                rows = await self._attempt(rows, task, how)
                 if rows[0].stop.counts:
                     break
+            if how.journal:
+                how.journal.finish(rows)
             return rows
 
-    async def _continuation(
-        self, stem: Stem, task: Task, number: int, sampling: Sampling, origin: _Origin | None
-    ) -> list[Trajectory]:
+    async def _continuation(self, task: Task, number: int, how: _How) -> list[Trajectory]:
+        assert how.stem
         try:
             async with self._gate:
                 for attempt in range(1, self.options.attempts + 1):
-                    rows = [stem.row(number, attempt)]
-                    await self._attempt(rows, task, sampling, False, stem, origin if attempt == 1 else None)
+                    again = how if attempt == 1 else replace(how, origin=None)
+                    rows = await self._attempt([how.stem.row(number, attempt)], task, again)
                     if rows[0].stop.counts:
                         break
                 return rows
         finally:
-            if origin:
-                await origin.leave()
+            if how.origin:
+                await how.origin.leave()
 
-    async def _attempt(
-        self,
-        rows: list[Trajectory],
-        task: Task,
-        sampling: Sampling,
-        ablated: bool,
-        stem: Stem | None = None,
-        origin: _Origin | None = None,
-    ) -> None:
-        began, first = time.monotonic(), rows[0]
-        # A sandbox remembers sessions by their key: neither another run's nor one that a killed run left may be found by it.
-        name = f"{self._nonce}.{next(self._attempts)}/{first.group}#{first.rollout}"
-        key = sampling_key(self.seed, first.group, first.rollout)
-        deadline = asyncio.timeout(self.options.deadline_s)
-        env: Env | None = None
+    async def _attempt(self, rows: list[Trajectory], task: Task, how: _How) -> list[Trajectory]:
+        """Plays an episode into `rows` and returns them; of one that could not be ended, a copy that nobody writes to."""
+        began, opened = time.monotonic(), list[Env]()
         try:
-            async with deadline:
-                if stem and isinstance(self.agent, Agent):
-                    resumed = None
-                    if origin:
-                        env, resumed = await origin.fork(name, partial(self.agent.retrace, task=task, stem=stem))
-                    else:
-                        env = self.world.episode(name, self._sandbox)
-                    await self.agent.play(env, task, rows, key, sampling, stem, resumed)
-                else:
-                    env = self.world.episode(name, self._sandbox)
-                    await self.agent.play(Ablated(env) if ablated else env, task, rows, key, sampling)
+            await self._within_deadline(asyncio.create_task(self._play(rows, task, how, opened)))
         except Exception as error:
             fault = StopReason.INFRA_FAILURE, f"{type(error).__name__}: {error}"
-            stop, text = self._missed(rows) if isinstance(error, TimeoutError) and deadline.expired() else fault
+            stop, text = self._missed(rows) if isinstance(error, DeadlineMissed) else fault
+            if isinstance(error, DeadlineMissed) and not error.ended:
+                self.agent.release(rows)
+                rows = copy.deepcopy(rows)
             for row in rows:
                 row.stop, row.error = stop, f"turn {row.trunk_turns + len(row.turns)}: {text}"
         finally:
             seconds = time.monotonic() - began
             for row in rows:
                 row.seconds = seconds
-            if env is not None:
+            for env in opened:
                 await _leave(env)
+        return rows
+
+    async def _play(self, rows: list[Trajectory], task: Task, how: _How, opened: list[Env]) -> None:
+        """Args: opened: gets the episode's world as soon as there is one."""
+        agent, first = self.agent, rows[0]
+        # A sandbox remembers sessions by their key: neither another run's nor one that a killed run left may be found by it.
+        name = f"{self._nonce}.{next(self._attempts)}/{first.group}#{first.rollout}"
+        key = sampling_key(self.seed, first.group, first.rollout)
+        if isinstance(agent, Agent) and how.stem and how.origin:
+            env, resumed = await how.origin.fork(name, partial(agent.retrace, task=task, stem=how.stem))
+            opened.append(env)
+            return await agent.play(env, task, rows, key, how.sampling, how.stem, resumed)
+        env = self.world.episode(name, self._sandbox)
+        opened.append(env)
+        if isinstance(agent, Agent) and how.stem:
+            return await agent.play(env, task, rows, key, how.sampling, how.stem)
+        if isinstance(agent, Agent) and (journal := how.journal):  # of a program only whole episodes are kept
+            agent = agent.through(lambda sampler: Recorded(sampler, journal, first.group, first.rollout))
+        await agent.play(Ablated(env) if how.ablated else env, task, rows, key, how.sampling)
+
+    async def _within_deadline(self, episode: asyncio.Task[None]) -> None:
+        """Waits for an episode. Raises DeadlineMissed; a world that catches its cancellation cannot keep the step waiting."""
+        try:
+            await asyncio.wait({episode}, timeout=self.options.deadline_s)
+            missed = not episode.done()
+        finally:  # also where the rollouts are closed meanwhile
+            if not episode.done():
+                episode.cancel()
+                await asyncio.wait({episode}, timeout=LEAVE_S)
+        if not missed:
+            episode.result()
+            return
+        if episode.done() and not episode.cancelled():
+            episode.exception()  # whatever came of the cancellation, it is asked for, or asyncio would complain
+        raise DeadlineMissed(ended=episode.done())
 
     def _missed(self, rows: list[Trajectory]) -> tuple[StopReason, str]:
         """A missed deadline is the policy's fault where its own tool calls took most of the time."""
@@ -204,9 +258,13 @@ class _Origin:
 
 
 async def _leave(env: Env) -> None:
-    """Closes an episode's world; a fault here cannot change what was sampled."""
+    """Closes an episode's world; a fault here cannot change what was sampled, and nobody waits for one that hangs."""
     with contextlib.suppress(Exception):
-        await asyncio.wait_for(env.close(), 5.0)
+        closing = asyncio.ensure_future(env.close())
+        if not (await asyncio.wait({closing}, timeout=LEAVE_S))[0]:
+            closing.cancel()
+        elif not closing.cancelled():
+            closing.exception()
 
 
 def wait(futures: list[Future[list[Trajectory]]]) -> list[Trajectory]:

@@ -7,6 +7,7 @@ The same config and workdir resume: all draws depend on the seed and the place i
 
 from __future__ import annotations
 
+import errno
 import json
 import signal
 import sys
@@ -27,8 +28,9 @@ from jaxagent.critic import CriticOptions, begin_again
 from jaxagent.data.store import Store, audit
 from jaxagent.engine.replicas import Replicas
 from jaxagent.evaluate import evaluate
-from jaxagent.feed import Feed, FeedOptions, has_signal, stream_of
+from jaxagent.feed import Feed, FeedOptions, Stopped, has_signal, stream_of
 from jaxagent.hosts import ALONE, Hosts, here, join
+from jaxagent.journal import Journal
 from jaxagent.learner import OptimizerOptions
 from jaxagent.metrics import Clock, Mean, Metrics, peak_bytes, read
 from jaxagent.parts import Learning, Parts, build, faults, shaping_within, use_devices
@@ -40,6 +42,7 @@ from jaxagent.view import report
 from sandbox_client import InfrastructureError, SandboxStartError
 
 EXIT_DONE, EXIT_AGAIN = 0, 75
+UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG, errno.EIO)
 mean = Mean.of
 
 
@@ -63,8 +66,8 @@ class Course:
 
     def __init__(self, config: ConfigDict, workdir: Path, parts: Learning, hosts: Hosts = ALONE):
         self.config, self.workdir, self.parts, self.hosts = config, workdir, parts, hosts
-        own = "" if hosts.first else f"host-{hosts.index}"  # every host keeps the trajectories that it played
-        self.store = Store(workdir / "trajectories" / own)
+        self.own = "" if hosts.first else f"host-{hosts.index}"  # every host keeps the trajectories that it played
+        self.store = Store(workdir / "trajectories" / self.own)
         self.checkpoints = Checkpoints(workdir / "checkpoints", config.checkpoint.keep)
         self.shaping = shaping_within(config)(**config.reward)
         self.baselines: dict[str, float] = {}  # moving means of the roles' returns, for algorithms that have them
@@ -90,7 +93,10 @@ class Run(Course):
         self.results: dict[str, Any] = {}  # evaluations, as they stand in eval.json
         options = FeedOptions(**config.feed)
         tasks = stream_of(parts.world, config.seed, options)
-        self.feed = Feed(parts.world, tasks, parts.rollouts, Sampling(**config.sampling), options, self.hosts)
+        # With rollouts ahead the weights of a turn may be gone; in exact mode without, they and its key fix every bit of it.
+        self.journal = Journal(workdir / "journal" / self.own, redraw=config.engine.exact and not options.max_staleness)
+        sampling = Sampling(**config.sampling)
+        self.feed = Feed(parts.world, tasks, parts.rollouts, sampling, options, self.hosts, self.journal)
         self.alarms = Alarms(**config.alarms, tools=bool(parts.world.tools))
         self.stopping = False
 
@@ -108,6 +114,7 @@ class Run(Course):
         facts["past"] = self.parts.selves.versions if self.parts.selves else []
         with self.clock.part("checkpoint"):
             self.checkpoints.save(self.step, {**learner.state(), **self.critic_state(), **past}, facts)
+        self.journal.rotate(self.feed.first)
 
     def record(self, name: str, table: dict[str, Any]) -> None:
         """Keeps an evaluation in eval.json, whole or not at all."""
@@ -118,9 +125,21 @@ class Run(Course):
         partial.write_text(json.dumps(self.results, indent=2) + "\n")
         partial.rename(self.workdir / "eval.json")
 
+    def unwritable(self, error: OSError) -> Broken:
+        """What to tell of a workdir that cannot be written any more."""
+        saved = self.checkpoints.latest()
+        kept = "nothing was saved yet" if saved is None else f"the checkpoint of step {saved} is whole"
+        where = error.filename or self.workdir
+        return Broken(
+            f"{where}: cannot be written at step {self.step}: {error.strerror}; {kept}. Once there is room, or the right to "
+            "write, the same command resumes."
+        )
+
     def done(self, values: dict[str, float]) -> None:
         """One step is done: write it down, tell what is alarming, save where it is due, stop where that is asked for."""
         self.step += 1
+        if self.journal.fault:
+            raise self.journal.fault
         self.metrics.write(self.step, {**values, **self.clock.take()})
         alarms = self.alarms.look(values)
         for name, reason in alarms.items():
@@ -170,7 +189,7 @@ def main(config: ConfigDict, workdir: str | Path, progress: Progress | None = No
 
 
 def story(run: Run, *chapters: Callable[[Run], None]) -> int:
-    """The whole run from its chapters; SIGTERM ends it at the next step, saved."""
+    """The whole run from its chapters. SIGTERM ends it, saved: at once while rollouts are waited for, or at the next step."""
     previous = signal.getsignal(signal.SIGTERM)
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, lambda *_: setattr(run, "stopping", True))
@@ -178,11 +197,19 @@ def story(run: Run, *chapters: Callable[[Run], None]) -> int:
         for chapter in chapters:
             chapter(run)
         return EXIT_DONE
-    except Preempted:
+    except (Preempted, Stopped):
+        if run.checkpoints.latest() != run.step:  # what this step has sampled is in the journal
+            run.save()
+            run.checkpoints.wait()
         run.progress.say(f"saved at step {run.step}; the same command resumes")
         return EXIT_AGAIN
+    except OSError as error:
+        if error.errno not in UNWRITABLE:
+            raise
+        raise run.unwritable(error) from error
     finally:
         run.checkpoints.close()
+        run.journal.close()
         run.metrics.close()
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, previous)
@@ -193,7 +220,11 @@ def story(run: Run, *chapters: Callable[[Run], None]) -> int:
 
 def prepare(config: ConfigDict, workdir: Path) -> None:
     """Makes the workdir, or checks that the one that is there belongs to this config."""
-    workdir.mkdir(parents=True, exist_ok=True)
+    try:
+        workdir.mkdir(parents=True, exist_ok=True)
+        (workdir / "sandbox.log").touch()
+    except OSError as error:
+        raise configs.ConfigError([f"--workdir={workdir} cannot be written: {error.strerror}"]) from None
     saved = workdir / "config.json"
     if saved.exists() and (changed := configs.differences(config, saved)):
         raise configs.ConfigError([f"{workdir} holds a run of another config: {change}" for change in changed])
@@ -227,6 +258,9 @@ def resume(run: Run) -> None:
         run.results = facts["results"]
         run.progress.say(f"resumed at step {run.step}")
     recall(run)
+    episodes, turns = run.journal.begin(run.feed.first)
+    if episodes or turns:
+        run.progress.say(f"the journal holds {episodes} episodes since then, and {turns} turns of unfinished ones")
     run.parts.engines.publish(learner.params, version=max(0, run.step - warmup))
 
 
@@ -326,6 +360,7 @@ def train(run: Run) -> None:
                 version=step,
                 steps_left=c.train.steps - step - 1,
                 meanwhile=update,
+                stop=(lambda: run.stopping) if run.hosts.count == 1 else None,  # several agree on it after the step
             )
         values = run.hosts.combined(described(run, sampled) | group_metrics(groups, sampled) | run.feed.metrics())
         # Gradients, as far as they were not computed while other groups were played: rows without advantage cost nothing.

@@ -18,7 +18,7 @@ from jaxagent.algos.table import choose
 from jaxagent.chat.plain import PlainTemplate
 from jaxagent.credit import assign
 from jaxagent.data.tasks import TaskStream, ValueStream
-from jaxagent.feed import Feed, FeedOptions, has_signal, stream_of
+from jaxagent.feed import Feed, FeedOptions, Stopped, has_signal, stream_of
 from jaxagent.rollout import RolloutOptions, Rollouts
 from jaxagent.types import Group, Message, SampleRequest, Sampling, StopReason, Trajectory, Turn
 
@@ -81,6 +81,21 @@ def test_a_restored_feed_goes_on_exactly() -> None:
         feed.take(mixed=False)
         feed.restore(state)
         assert [names(feed.take(mixed=False)[0]) for _ in range(3)] == wanted
+
+
+@pytest.mark.parametrize("bound", [0, 2])
+def test_a_feed_that_is_stopped_while_it_waits_is_as_it_was_when_the_step_began(bound: int) -> None:
+    with feeding(prompts=3, rollouts=2, max_staleness=bound) as feed:
+        wanted = [names(feed.take(mixed=False, version=step, steps_left=2 - step)[0]) for step in range(3)]
+    with feeding(prompts=3, rollouts=2, max_staleness=bound) as feed:
+        assert names(feed.take(mixed=False, steps_left=2)[0]) == wanted[0]
+        state = json.dumps(feed.state())
+        with pytest.raises(Stopped):
+            feed.take(mixed=False, version=1, steps_left=1, stop=lambda: True)
+        assert json.dumps(feed.state()) == state
+    with feeding(prompts=3, rollouts=2, max_staleness=bound) as feed:
+        feed.restore(json.loads(state))
+        assert [names(feed.take(mixed=False, version=step, steps_left=2 - step)[0]) for step in (1, 2)] == wanted[1:]
 
 
 def test_mixed_selection_replaces_groups_without_a_signal_until_the_step_is_full() -> None:

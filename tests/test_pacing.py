@@ -56,7 +56,9 @@ class Schedule:
         self.number = itertools.count()
         self.started, self.seen = 0, 0
 
-    def play(self, tasks: Iterable[tuple[str, Any]], rollouts: int, sampling: Sampling) -> list[list[Future[list[Trajectory]]]]:
+    def play(
+        self, tasks: Iterable[tuple[str, Any]], rollouts: int, sampling: Sampling, journal: None = None
+    ) -> list[list[Future[list[Trajectory]]]]:
         futures = []
         for group, task in tasks:
             members: list[Future[list[Trajectory]]] = [Future() for _ in range(rollouts)]

@@ -303,6 +303,12 @@ def test_another_config_on_the_same_workdir_is_refused_and_the_key_is_named(whol
         train.main(configured("optimizer.lr=0.5"), whole, Progress(io.StringIO()))
 
 
+def test_a_workdir_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(ValueError, match=r"--workdir=.*file/run cannot be written: Not a directory"):
+        train.main(configured(), tmp_path / "file" / "run", Progress(io.StringIO()))
+
+
 # ---------------------------------------------------------------------- what comes after
 
 
