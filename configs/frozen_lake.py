@@ -1,4 +1,4 @@
-"""A tiny policy learns to cross frozen lakes that it has never seen, in text, on two CPU cores."""
+"""A tiny policy from scratch on frozen lakes, in text: a warm-up on a demonstrator that strays, then reinforcement."""
 
 from base import get_config as base
 from ml_collections import ConfigDict
