@@ -1,4 +1,4 @@
-"""A tiny policy learns to cross frozen lakes that it has never seen, in text, on two CPU cores."""
+"""A tiny policy from scratch on frozen lakes, in text: a warm-up on a demonstrator that strays, then reinforcement."""
 
 from base import get_config as base
 from ml_collections import ConfigDict
@@ -8,7 +8,7 @@ def get_config(arg: str = "") -> ConfigDict:
     """Args: arg: "runlocal" gives a run of seconds that touches every part."""
     c = base()
     c.env.name = "frozen_lake"
-    # the others are the world's own: side 4; a demonstrator that strays in three moves of ten
+    # the others are the world's own: side 4, and a demonstrator that strays in three moves of ten and gives up after twelve
     c.env.options = ConfigDict({"slippery": False, "rules": False, "letters": True})
 
     c.model.width, c.model.layers, c.model.heads, c.model.ffn_width = 64, 3, 2, 128
@@ -45,6 +45,7 @@ def get_config(arg: str = "") -> ConfigDict:
     c.evaluate.ablate = False  # there are no tools
 
     if arg == "runlocal":
+        c.env.options.demo_moves = 6
         c.model.layers, c.agent.max_turns = 2, 6
         c.agent.max_tokens = c.engine.slot_tokens = c.engine.chunk = c.learner.row_tokens = 160
         c.sampling.max_tokens, c.engine.decode_tokens, c.engine.append_tokens = 4, 3, (8,)

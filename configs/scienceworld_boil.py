@@ -13,6 +13,7 @@ def get_config(arg: str = "") -> ConfigDict:
     c = text_world()
     c.env.name = "scienceworld"
     c.env.options = ConfigDict({"tasks": ("boil", "melt"), "rules": True})
+    c.rollout.concurrency = 4  # simulators: who waits for one has its deadline running
     c.agent.max_turns = 40
     c.agent.max_tokens = c.engine.slot_tokens = c.learner.row_tokens = 16384
     return shortened(c, 2048) if arg == "runlocal" else c

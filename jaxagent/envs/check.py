@@ -89,17 +89,25 @@ class Checker:
         return self.findings
 
     async def keys(self, sandbox: Any) -> tuple[bool, str]:
-        tasks = [self.world.task(split, i) for split in SPLITS for i in range(min(TASKS, size_of(self.world, split)))]
+        drawn = [(split, i) for split in self.splits() for i in range(min(TASKS, size_of(self.world, split)))]
+        tasks = [self.world.task(split, i) for split, i in drawn]
         if missing := [key for task in tasks for key in ("id", "seed", "difficulty") if key not in task]:
             return False, f"a task has no {missing[0]!r}"
-        again = [self.world.task(split, i) for split in SPLITS for i in range(min(TASKS, size_of(self.world, split)))]
-        if tasks != again:
+        if tasks != [self.world.task(split, i) for split, i in drawn]:
             return False, "the same split and index gave another task the second time"
-        for key in ("id", "seed"):
-            values = [task[key] for task in tasks]
-            if len(set(values)) < len(values):
-                return False, f"two tasks have the {key} {max(values, key=values.count)!r}"
-        return True, f"{len(tasks)} tasks of {', '.join(SPLITS)}"
+        first: dict[str, str] = {}  # by what a task is beside its name
+        for task in tasks:
+            other = first.setdefault(str(sorted((key, value) for key, value in task.items() if key != "id")), task["id"])
+            if other != task["id"]:
+                return False, f"{other} and {task['id']} are the same task"
+        ids = [task["id"] for task in tasks]
+        if len(set(ids)) < len(ids):
+            return False, f"two tasks have the id {max(ids, key=ids.count)!r}"
+        return True, f"{len(tasks)} tasks of {', '.join(self.splits())}"
+
+    def splits(self) -> list[str]:
+        """Those with tasks: a world with a fixed number of them may have none to demonstrate."""
+        return list(getattr(self.world, "sizes", {}) or SPLITS)
 
     async def demonstrations(self, sandbox: Any) -> tuple[bool | None, str]:
         if not hasattr(self.world, "demonstrate"):

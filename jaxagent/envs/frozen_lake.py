@@ -3,7 +3,8 @@
 The rules are those of gymnasium's FrozenLake-v1: one starts in the upper left corner, the goal is in the lower right one; a
 cell is frozen with probability 0.8, otherwise a hole, and only maps with a way are kept. On slippery ice a step goes where it
 was meant to with probability 1/3, and to either side of that with 1/3 each. The reward is 1 at the goal; a hole ends the
-episode with 0. Every task draws its own map. A small lake has few: of side 4 the same one may come in two splits.
+episode with 0. Every task draws its own map. A small lake has few: of side 4 most maps of a split come in the others too, see
+docs/BENCHMARKS.md.
 
     P__     P the agent, _ ice, O a hole, G the goal
     _O_

@@ -1,11 +1,13 @@
 """`openenv`: any environment that an OpenEnv server holds, over its websocket; one connection is one episode.
 
-The server's HTTP routes make a new environment for every call, so that only the websocket can play an episode of several turns. The
-protocol is that of openenv-core 0.3: {"type": "reset", "data": {...}} and {"type": "step", "data": ACTION} are answered by {"type":
-"observation", "data": {"observation", "reward", "done"}} or {"type": "error", "data": {"message", "code"}}.
+The server's HTTP routes make a new environment for every call, so that only the websocket can play an episode of several
+turns. The protocol is that of openenv-core 0.3: {"type": "reset", "data": {...}} and {"type": "step", "data": ACTION} are
+answered by {"type": "observation", "data": {"observation", "reward", "done"}} or {"type": "error", "data": {"message",
+"code"}}.
 
-An action is a JSON object of the environment's own fields. Where `field` is given, the policy's text is the value of that field; else the
-text must be the whole object. An action that the server refuses is told to the policy; what else goes wrong is a fault of the server.
+An action is a JSON object of the environment's own fields. Where `field` is given, the policy's text is the value of that
+field; else the text must be the whole object. An action that the server refuses is told to the policy; what else goes wrong
+is a fault of the server.
 """
 
 from __future__ import annotations

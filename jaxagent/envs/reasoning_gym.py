@@ -11,6 +11,8 @@ from typing import Any
 from jaxagent.envs.env import Task
 from jaxagent.envs.synchronous import SPLITS, Shown
 
+# Their scorers hand the answer to an interpreter of formulas, which runs any Python, or hide which scorer it is.
+REFUSED = ("polynomial_multiplication", "simple_integration", "intermediate_integration", "composite")
 RULES = "Answer the question. Put your final answer, and nothing else, between <answer> and </answer>."
 
 
@@ -35,6 +37,11 @@ def make_world(
     names, settings = tuple(tasks), dict(settings or {})
     if not names:
         raise ValueError("env.options.tasks must name at least one dataset of Reasoning Gym, as in chain_sum")
+    if refused := [name for name in names if name in REFUSED]:
+        raise ValueError(
+            f"env.options.tasks: {refused[0]} is scored by running the answer as a program, in a process without a sandbox; "
+            "choose another task"
+        )
     if settings and len(names) > 1:
         raise ValueError(f"env.options.settings belong to one dataset, but env.options.tasks names {len(names)}")
     if size < 1:

@@ -185,7 +185,7 @@ class Served:
         tools: where the actions are calls.
         rules: what is said before the first observation.
         workers: processes at most; 0: as cores and memory allow.
-        slots: episodes that one process holds at once.
+        slots: episodes that one process holds at once; who finds none free waits, and the episode's deadline runs.
         timeout_s: of one call.
 
     Raises ValueError where the library is not installed, and says how it is.
@@ -202,7 +202,7 @@ class Served:
         tools: Sequence[ToolSpec] = (),
         rules: str = "",
         workers: int = 0,
-        slots: int = 16,
+        slots: int = 128,
         timeout_s: float = 60.0,
     ):
         if workers < 0:

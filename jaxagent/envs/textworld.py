@@ -54,6 +54,6 @@ def make_world(
 
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxagent" / "games"
     options = {"kind": kind, "hints": hints, "commands": commands, "games": str(cache)}
-    world = Shown("textworld", options, describe, rules=RULES * rules, workers=workers, slots=16, timeout_s=timeout_s)
+    world = Shown("textworld", options, describe, rules=RULES * rules, workers=workers, timeout_s=timeout_s)
     world.sizes = {split: games if split == "train" else games // 2 for split in ("train", "demo", "valid", "test")}
     return world

@@ -17,6 +17,7 @@ from jaxagent.envs.check import Finding, check, descendants
 from jaxagent.envs.env import Env, Step, Task
 from jaxagent.envs.frozen_lake import FrozenLake
 from jaxagent.envs.maze import Maze
+from jaxagent.envs.questions import Questions
 from jaxagent.envs.synchronous import Shown
 from jaxagent.envs.workers.install import LIBRARIES, Library
 from jaxagent.types import Message
@@ -29,7 +30,7 @@ def failed(findings: list[Finding]) -> dict[str, str]:
 
 
 def test_worlds_with_and_without_a_sandbox_keep_the_contract() -> None:
-    for world in (FrozenLake(), Maze()):
+    for world in (FrozenLake(), Maze(), Questions(str(CONFIGS / "arithmetic.jsonl"), reward="last_number", python=False)):
         findings = check(world)
         assert failed(findings) == {}
         assert len(findings) == 11
@@ -45,6 +46,10 @@ class Bad:
 
     def task(self, split: str, index: int) -> Task:
         task = self.lake.task("train" if self.fault == "splits" else split, index)
+        if self.fault == "splits":
+            task["id"] = f"frozen_lake/{split}/{index}"
+        if self.fault == "ids":
+            task["id"] = "frozen_lake"
         if self.fault == "keys":
             del task["difficulty"]
         if self.fault == "moving":
@@ -99,7 +104,8 @@ class BadEpisode:
     ("fault", "question", "said"),
     [
         ("keys", "tasks have keys, and splits share none", "a task has no 'difficulty'"),
-        ("splits", "tasks have keys, and splits share none", "two tasks have the id"),
+        ("ids", "tasks have keys, and splits share none", "two tasks have the id 'frozen_lake'"),
+        ("splits", "tasks have keys, and splits share none", "frozen_lake/train/0 and frozen_lake/demo/0 are the same task"),
         ("moving", "tasks have keys, and splits share none", "gave another task the second time"),
         ("demonstrations", "demonstrations are made", "it has no turn of the assistant"),
         ("beginning", "the same task and seed begin alike", "after 0 actions"),

@@ -16,7 +16,7 @@ from jaxagent.envs.env import Ablated, Step, Task, World, find
 from jaxagent.types import Message, ToolCall
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-WORLDS = ("chain", "maze")
+WORLDS = ("chain", "maze", "frozen_lake", "sokoban")
 SPLITS = ("train", "demo", "valid", "test")
 TEMPLATE = PlainTemplate()
 
@@ -50,7 +50,7 @@ def test_a_demonstration_depends_on_its_task_and_its_draws_only(name: str) -> No
     assert len({str(dialogue) for dialogue in others}) > 1
 
 
-@pytest.mark.parametrize("config", ["quickstart", "maze"])
+@pytest.mark.parametrize("config", ["quickstart", "maze", "frozen_lake"])
 def test_what_a_demonstrator_writes_can_be_sampled_parsed_and_held(config: str) -> None:
     c, _ = configs.load(str(CONFIGS / f"{config}.py"))
     world = make(c.env.name, **c.env.options)

@@ -6,6 +6,7 @@ import asyncio
 import random
 import re
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 from libraries import ended, faults, made, played
@@ -74,6 +75,23 @@ def test_a_question_is_scored_by_the_librarys_scorer_with_tags_and_without() -> 
         for answer, reward in ((right, 1.0), (f"<answer>1</answer> no: <answer>{right}</answer>", 1.0), ("soup", 0.0)):
             _, step = played(world, task, [answer])
             assert (step.reward, step.terminated, step.answered) == (reward, True, True)
+
+
+def test_an_answer_that_is_a_program_is_never_run(tmp_path: Path) -> None:
+    mark = tmp_path / "ran"
+    attack = f"__import__('pathlib').Path({str(mark)!r}).touch()"
+    tasks = ("countdown", "puzzle24", "n_queens", "spiral_matrix", "binary_matrix", "string_insertion", "chain_sum")
+    world = made(reasoning_gym.make_world, tasks=tasks, size=20)
+    for index, name in enumerate(tasks):
+        task = world.task("train", index)
+        for answer in (attack, f"[{attack}]", f"({attack})", "9**9**9**9"):
+            _, step = played(world, task, [answer])
+            assert (task["task"], step.reward < 1) == (name, True)
+        (right,) = (m.content for m in world.demonstrate(task, random.Random(0)) if m.role == "assistant")
+        assert played(world, task, [right])[1].reward == 1
+    assert not mark.exists()
+    with pytest.raises(ValueError, match="simple_integration is scored by running the answer as a program"):
+        reasoning_gym.make_world(tasks=("simple_integration",))
 
 
 def test_splits_of_questions_do_not_meet() -> None:

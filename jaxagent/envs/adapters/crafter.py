@@ -60,13 +60,13 @@ class World:
                 inside = 0 <= x + dx < seen.shape[0] and 0 <= y + dy < seen.shape[1]
                 line.append("you" if not (dx or dy) else names[int(seen[x + dx, y + dy])] if inside else "nothing")
             rows.append(" ".join(line))
-        facing = tuple(int(v) for v in np.asarray(game._player.facing))
-        front = (x + facing[0], y + facing[1])
+        right, down = (int(v) for v in np.asarray(game._player.facing))
+        front = (x + right, y + down)
         inside = 0 <= front[0] < seen.shape[0] and 0 <= front[1] < seen.shape[1]
         has = ", ".join(f"{name} {count}" for name, count in game._player.inventory.items() if count)
         sight = names[int(seen[front])] if inside else "nothing"
         asleep = " You sleep." if game._player.sleeping else ""
-        return "\n".join(rows) + f"\nYou face {_FACING.get(facing, 'nowhere')}: {sight}.{asleep} You have {has}."
+        return "\n".join(rows) + f"\nYou face {_FACING.get((right, down), 'nowhere')}: {sight}.{asleep} You have {has}."
 
     def close(self) -> None:
         pass

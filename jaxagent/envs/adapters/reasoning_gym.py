@@ -1,5 +1,6 @@
 """Reasoning Gym: one procedurally generated question, one answer, the library's own scorer."""
 
+import ast
 import re
 from typing import Any
 
@@ -8,23 +9,30 @@ import reasoning_gym
 _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
+# Some scorers run an answer as Python. Only literals and plain words reach these, and only sums of plain numbers those.
+_LITERAL = {"string_insertion", "spiral_matrix", "binary_matrix", "n_queens"}
+_SUMS = {"countdown", "puzzle24"}
+_WORDS, _SUM = re.compile(r"[\w\s,]*", re.ASCII), re.compile(r"[-0-9+/*().=\s]*")
+_LONGEST = 2000  # letters of such an answer
+SETS: dict[tuple[str, str], Any] = {}  # by name and split, for all worlds of this process: some take long to be made
+
+
 class World:
     def __init__(self, settings: dict[str, Any], size: int):
         self.settings, self.size = settings, size
-        self.sets: dict[tuple[str, str], Any] = {}
 
     def reset(self, task: dict[str, Any], seed: int) -> dict[str, Any]:
         key = (task["task"], task["split"])
-        if key not in self.sets:  # some take long to be made
-            self.sets[key] = reasoning_gym.create_dataset(key[0], size=self.size, seed=task["base"], **self.settings)
-        self.set = self.sets[key]
-        self.item = self.set[task["index"]]
+        if key not in SETS:
+            SETS[key] = reasoning_gym.create_dataset(key[0], size=self.size, seed=task["base"], **self.settings)
+        self.set = SETS[key]
+        self.task, self.item = task["task"], self.set[task["index"]]
         return {"text": self.item["question"]}
 
     def step(self, action: str) -> dict[str, Any]:
         tagged = _TAGGED.findall(action)
         answer = (tagged[-1] if tagged else action).strip()
-        score = float(self.set.score_answer(answer, self.item))
+        score = float(self.set.score_answer(answer, self.item)) if is_harmless(self.task, answer) else 0.0
         right = self.item.get("answer")
         reason = "right answer" if score == 1 else f"answered {answer[:80]!r}, one right answer is {str(right)[:80]!r}"
         return {"reward": score, "done": True, "answered": True, "reason": reason}
@@ -34,6 +42,23 @@ class World:
 
     def close(self) -> None:
         pass
+
+
+def is_harmless(task: str, answer: str) -> bool:
+    """Whether a task's scorer may see an answer."""
+    if task not in _LITERAL | _SUMS:
+        return True
+    if len(answer) > _LONGEST:
+        return False
+    if task in _SUMS:
+        return bool(_SUM.fullmatch(answer)) and "**" not in answer
+    if _WORDS.fullmatch(answer):
+        return True
+    try:
+        ast.literal_eval(answer)
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return False
+    return True
 
 
 def make(**options: Any) -> World:

@@ -28,6 +28,7 @@ from typing import Any
 
 PROGRAM = Path(__file__).with_name("program.py")
 _MOST_BYTES = 64 << 20  # of one answer
+_LOG_BYTES = 4 << 20  # that a worker may have written to its standard streams
 _LEAVE_S = 5.0  # for a worker to end its worlds by itself
 
 
@@ -93,35 +94,39 @@ class Worker:
 
     def _serve(self) -> None:
         ours, theirs = socket.socketpair()
-        number = 0
         with ours, tempfile.TemporaryFile() as log:
             with theirs:
                 fault = self._start(theirs, log)
-            fault = fault or self._wait_until_ready(ours)
+            if fault := fault or self._wait_until_ready(ours):
+                self.lost = f"{fault}{_last_words(log)}"
+            number = 0
             while (asked := self._requests.get()) is not None:
                 request, future = asked
-                if not future.set_running_or_notify_cancel():
-                    continue
-                if fault:
-                    self.lost = self.lost or f"{fault}{_last_words(log)}"
-                    future.set_exception(WorkerFault(self.lost))
-                    continue
-                number += 1
-                said, fault = self._exchange(ours, {"id": number, **request})
-                if fault:
-                    self.lost = f"{fault}{_last_words(log)}"
-                    self._kill_group()
-                    future.set_exception(WorkerFault(self.lost))
-                elif "error" in said:
-                    future.set_exception(WorkerFault(f"world {self.kind.name}, {request['call']}: {said['error']}"))
-                else:
-                    future.set_result(said["said"])
+                if future.set_running_or_notify_cancel():
+                    number += 1
+                    self._answer(ours, log, {"id": number, **request}, future)
             self.lost = self.lost or f"world {self.kind.name}: its workers were ended"
             with contextlib.suppress(OSError):
                 ours.shutdown(socket.SHUT_WR)
             self._reap()
         self._over = True
         self._refuse_rest()
+
+    def _answer(self, line: socket.socket, log: Any, request: dict[str, Any], future: Future[Any]) -> None:
+        if not self.lost:
+            said, fault = self._exchange(line, request)
+            if fault:
+                self.lost = f"{fault}{_last_words(log)}"
+                self._kill_group()
+        if self.lost:
+            future.set_exception(WorkerFault(self.lost))
+        elif "error" in said:
+            future.set_exception(WorkerFault(f"world {self.kind.name}, {request['call']}: {said['error']}"))
+        else:
+            future.set_result(said["said"])
+        if os.fstat(log.fileno()).st_size > _LOG_BYTES:  # the worker writes at the same place, and goes on at the beginning
+            log.seek(0)
+            log.truncate()
 
     def _refuse_rest(self) -> None:
         """Answers those who call a worker that has ended."""

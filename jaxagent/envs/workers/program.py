@@ -45,14 +45,14 @@ class Server:
     def __init__(self, adapter: Any, options: dict[str, Any]):
         self.adapter, self.options, self.worlds = adapter, options, dict[int, Any]()
 
-    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+    def answer(self, request: dict[str, Any]) -> str:
         slot = request.get("slot", 0)
         try:
-            return {"id": request["id"], "said": self.call(slot, request)}
-        except Exception as error:
+            return json.dumps({"id": request["id"], "said": self.call(slot, request)})
+        except Exception as error:  # also of an adapter that says what is no JSON
             traceback.print_exc()
             self.leave(slot)
-            return {"id": request["id"], "error": f"{type(error).__name__}: {error}"}
+            return json.dumps({"id": request["id"], "error": f"{type(error).__name__}: {error}"})
 
     def call(self, slot: int, request: dict[str, Any]) -> Any:
         name = request["call"]
@@ -106,7 +106,7 @@ def main() -> None:
     with line, line.makefile("rb") as requests:
         line.sendall(b'{"ready": true}\n')
         for request in requests:
-            line.sendall(json.dumps(server.answer(json.loads(request))).encode() + b"\n")
+            line.sendall(server.answer(json.loads(request)).encode() + b"\n")
         server.close()
     os.killpg(0, signal.SIGKILL)  # what its worlds have left running, and itself
 

@@ -142,6 +142,8 @@ def test_a_world_that_raises_is_thrown_away_and_its_worker_stays(pool: Pool) -> 
         act(place, "x")
     with pytest.raises(WorkerFault, match="the adapter says txet; known are agent, answered"):
         act(begun_again(place), "unknown")
+    with pytest.raises(WorkerFault, match="TypeError: Object of type bytes is not JSON serializable"):
+        act(begun_again(place), "no json")
     assert pid_of(beside) == pid
 
 
@@ -155,6 +157,12 @@ def test_a_world_that_prints_and_reads_does_not_disturb_the_line(pool: Pool) -> 
     assert act(place, "print")["text"] == "print 1"
     assert act(place, "read")["text"] == "''"
     assert act(place, "x")["text"] == "x 3"
+
+
+def test_what_a_world_prints_does_not_fill_the_disk(pool: Pool) -> None:
+    place = begun(pool)
+    sizes = [int(act(place, "shout")["text"]) for _ in range(3)]
+    assert sizes == [sizes[0]] * 3 and sizes[0] > 5 << 20
 
 
 def test_an_action_larger_than_any_buffer_arrives(pool: Pool) -> None:
