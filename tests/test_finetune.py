@@ -313,7 +313,7 @@ def test_a_config_belongs_to_its_story(refused: Callable[..., str]) -> None:
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (("finetune.mode=sftt",), "finetune.mode must be one of sft, raft, rest_em, dpo"),
+        (("finetune.mode=sftt",), "finetune.mode must be one of sft, raft, rest_em, search, dpo"),
         (("finetune.mode=raft", "finetune.path=", "train.steps=7", "finetune.rounds=2"), "must be a multiple of"),
         (("algo.name=rloo",), "algo.name=rloo does nothing: finetune.mode=sft has no policy gradient"),
         (("train.minibatches=2",), "train.minibatches=2 does nothing"),

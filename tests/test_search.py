@@ -171,17 +171,16 @@ def test_a_label_is_the_mean_return_of_the_continuations_from_behind_the_turn() 
 
 
 def test_labels_are_the_policys_values_and_not_those_of_the_search() -> None:
-    """From the bottom of three steps with four turns, U with 1/2: arrives with U U U, and D U U U or U D U U are too short."""
-    world = Stairs(2)
+    """Two steps up in three turns, each up or down with 1/2: after a first U only U arrives, for D U is one turn too many."""
+    world, up = Stairs(2), tuple(PLAIN.turn(climbing("U")[0]))
     with climbers(world, 3, odds="UD") as many:
         trees = search(many, named(world, 150), SAMPLING, 12)
-    first = [(q, visits) for tree in trees for row, turn, q, visits in turn_labels(tree) if not turn]
-    up = [(q, n) for tree in trees for row, turn, q, n in turn_labels(tree) if not turn and "U" in row.turns[0].text]
-    assert len(up) < len(first)
-    mean = sum(q * n for q, n in up) / sum(n for _, n in up)
-    assert mean == pytest.approx(0.5, abs=0.08)  # U then U; or U D U, which ends on the first step
-    edges = [edge for tree in trees if tree.root for edge in tree.root.edges.values() if edge.drawn]
-    assert sum(edge.total for edge in edges) / sum(edge.visits for edge in edges) > 0  # theirs is another number
+    labels = [
+        (q, n) for tree in trees for row, turn, q, n in turn_labels(tree) if not turn and row.turns[0].text == "<call>U</call>"
+    ]
+    assert sum(q * n for q, n in labels) / sum(n for _, n in labels) == pytest.approx(0.5, abs=0.08)
+    edges = [tree.root.edges[up] for tree in trees if tree.root and up in tree.root.edges]
+    assert sum(edge.drawn for edge in edges) == sum(n for _, n in labels) < sum(edge.visits for edge in edges)
 
 
 def test_simulations_that_break_are_counted_and_nothing_else() -> None:

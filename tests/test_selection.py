@@ -90,8 +90,9 @@ def test_answers_differ_in_what_was_sampled_only() -> None:
 @pytest.mark.parametrize(
     ("options", "fault"),
     [
-        ({"mode": "rl"}, "finetune.mode must be one of sft, raft, rest_em, dpo"),
+        ({"mode": "rl"}, "finetune.mode must be one of sft, raft, rest_em, search, dpo"),
         ({"mode": "sft"}, "finetune.path must name the file"),
+        ({"mode": "search", "path": "x"}, "finetune.path must be empty where finetune.mode is search, which samples; got 'x'"),
         ({"mode": "raft", "rounds": 0}, "finetune.rounds must be at least 1, got 0"),
         ({"mode": "dpo", "path": "x", "rounds": 2}, "finetune.rounds must be 1 where finetune.path"),
         ({"mode": "raft", "threshold": (0.9, 0.5)}, r"finetune.threshold must not fall, got \(0.9, 0.5\)"),
