@@ -14,10 +14,12 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
@@ -211,6 +213,24 @@ def check_mesh(mesh: DeviceMesh, hosts: Hosts) -> None:
         )
     if mesh.mesh.size < jax.device_count() and hosts.count > 1:
         raise ValueError(f"several hosts must use all their {jax.device_count()} devices, the mesh has {mesh.mesh.size}")
+
+
+def meet(mesh: DeviceMesh) -> None:
+    """Has devices of several hosts that will talk to each other connect now, while all hosts are at the same place.
+
+    On CPUs a connection is made by the first program that needs it, which gives up when a host is 30 s late, as it may be
+    after it compiled.
+    """
+    axes = [name for name, size in mesh.size.items() if size > 1]
+    for some in (c for n in range(1, len(axes) + 1) for c in itertools.combinations(axes, n)):
+        total = jax.shard_map(
+            partial(jax.lax.psum, axis_name=some),
+            mesh=mesh.mesh,
+            in_specs=PartitionSpec(),
+            out_specs=PartitionSpec(),
+            check_vma=False,
+        )
+        jax.block_until_ready(jax.jit(total)(jnp.ones(())))
 
 
 def is_here(mesh: DeviceMesh) -> bool:
