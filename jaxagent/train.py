@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import signal
 import sys
 import threading
@@ -182,6 +183,11 @@ def story(run: Run, *chapters: Callable[[Run], None]) -> int:
 
 def prepare(config: ConfigDict, workdir: Path) -> None:
     """Makes the workdir, or checks that the one that is there belongs to this config."""
+    if re.match(r"[a-z0-9]+:/", str(workdir)):
+        raise ValueError(
+            f"--workdir={workdir}: a directory is wanted, not the address of a store: metrics, trajectories and eval.json are "
+            "ordinary files, appended to and renamed, beside Orbax's checkpoints; mount a file system that all hosts see"
+        )
     workdir.mkdir(parents=True, exist_ok=True)
     saved = workdir / "config.json"
     if saved.exists() and (changed := configs.differences(config, saved)):

@@ -46,7 +46,7 @@ await_slice() {
 }
 
 install() {
-  tar -C "$here" --exclude=.venv --exclude=runs --exclude=.git -czf "$archive" .
+  [[ $dry ]] || tar -C "$here" -czf "$archive" jaxagent sandbox_client configs pyproject.toml README.md LICENSE constraints-3.11.txt
   cloud tpu-vm scp "$archive" "$name:jaxagent.tgz" "${common[@]}" --worker=all
   on_all "mkdir -p jaxagent && tar -C jaxagent -xzf jaxagent.tgz && cd jaxagent && { command -v python3.11 > /dev/null || \
 sudo apt-get install -y -q python3.11-venv; } && { [ -x .venv/bin/jaxagent ] || { python3.11 -m venv .venv && \

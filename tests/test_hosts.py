@@ -24,6 +24,7 @@ from test_rollout import PLAIN, SAMPLING, drawing, facts, rollouts
 from test_train import final_params
 from two_hosts import CONFIG, OPTIONS, everything, two_steps
 
+from jaxagent.__main__ import main as command
 from jaxagent.algos.table import TABLE
 from jaxagent.data.tasks import TaskStream
 from jaxagent.envs.chain import Chain
@@ -98,6 +99,13 @@ def test_what_says_half_of_where_the_others_are_is_refused(monkeypatch: pytest.M
     monkeypatch.setenv("JAX_PROCESS_ID", "2")
     with pytest.raises(ValueError, match=r"0 to JAX_NUM_PROCESSES - 1, got 2 of 2"):
         join()
+
+
+def test_the_address_of_a_store_is_no_workdir(capsys: pytest.CaptureFixture[str]) -> None:
+    config = f"--config={HERE.parent / 'configs' / 'maze.py'}:runlocal"
+    assert command(["train", config, "--workdir=gs://bucket/run"]) == 2
+    assert "mount a file system that all hosts see" in capsys.readouterr().err
+    assert not Path("gs:").exists()
 
 
 def test_a_mesh_that_cuts_replicas_or_rows_between_hosts_is_refused() -> None:
