@@ -114,7 +114,7 @@ class Hosts:
                 raise
             if not isinstance(error, known):
                 traceback.print_exc()
-            lost = "another host has ended; the same command, on all hosts, goes on from the last checkpoint: "
+            lost = "if another host has ended, the same command, on all hosts, goes on from the last checkpoint: "
             reason = lost * isinstance(error, jax.errors.JaxRuntimeError) + str(error)
             print(f"host {self.index} of {self.count} ends: {type(error).__name__}: {reason}", file=sys.stderr)
             sys.stdout.flush()
@@ -179,12 +179,12 @@ def join() -> None:
     if jax.distributed.is_initialized():
         return
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(
-        **known,
-        initialization_timeout=JOIN_S,
-        heartbeat_timeout_seconds=HEARTBEAT_S,
-        shutdown_timeout_seconds=HEARTBEAT_S,
-    )
+    waits = {"initialization_timeout": JOIN_S, "heartbeat_timeout_seconds": HEARTBEAT_S}
+    try:
+        jax.distributed.initialize(**known, **waits, shutdown_timeout_seconds=HEARTBEAT_S)
+    except RuntimeError:  # devices exist already, as in a notebook on a TPU: they are used as they are
+        if told:
+            raise
 
 
 def _in_a_cluster() -> bool:

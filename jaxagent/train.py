@@ -147,7 +147,7 @@ def main(config: ConfigDict, workdir: str | Path, progress: Progress | None = No
     use_devices(config)
     hosts = here()
     progress = progress or Progress(hosts.voice)
-    with hosts.ending_together(FAULTS):
+    with hosts.ending_together((*FAULTS, ValueError)):
         hosts.check(workdir, config.to_json(sort_keys=True), jax.local_device_count())
         parts = build(config, workdir / hosts.own("sandbox.log"))
         if hosts.first:

@@ -47,8 +47,8 @@ await_slice() {
 
 install() {
   [[ $dry ]] || tar -C "$here" -czf "$archive" jaxagent sandbox_client configs pyproject.toml README.md LICENSE constraints-3.11.txt
-  cloud tpu-vm scp "$archive" "$name:jaxagent.tgz" "${common[@]}" --worker=all
-  on_all "mkdir -p jaxagent && tar -C jaxagent -xzf jaxagent.tgz && cd jaxagent && { command -v python3.11 > /dev/null || \
+  cloud tpu-vm scp "$archive" "$name:jaxagent.tgz" "${common[@]}" --worker=all &&
+    on_all "mkdir -p jaxagent && tar -C jaxagent -xzf jaxagent.tgz && cd jaxagent && { command -v python3.11 > /dev/null || \
 sudo apt-get install -y -q python3.11-venv; } && { [ -x .venv/bin/jaxagent ] || { python3.11 -m venv .venv && \
 .venv/bin/pip install --quiet -c constraints-3.11.txt -e '.[tpu]'; }; }"
 }
@@ -57,7 +57,7 @@ archive=$(mktemp)
 trap 'rm -f "$archive"' EXIT
 while :; do
   await_slice
-  install
+  install || { [[ $(state) != ACTIVE ]] || exit 1; } # taken away meanwhile, or it cannot be installed
   # ssh to many hosts does not say how each command ended: the first host writes it down.
   on_all "cd jaxagent && rm -f code; .venv/bin/jaxagent train ${*@Q}; echo \$? > code" || true
   code=$(cloud tpu-vm ssh "$name" "${common[@]}" --worker=0 --command='cat jaxagent/code' || true)
