@@ -179,7 +179,7 @@ def join() -> None:
     if jax.distributed.is_initialized():
         return
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    waits = {"initialization_timeout": JOIN_S, "heartbeat_timeout_seconds": HEARTBEAT_S}
+    waits: dict[str, Any] = {"initialization_timeout": JOIN_S, "heartbeat_timeout_seconds": HEARTBEAT_S}
     try:
         jax.distributed.initialize(**known, **waits, shutdown_timeout_seconds=HEARTBEAT_S)
     except RuntimeError:  # devices exist already, as in a notebook on a TPU: they are used as they are
