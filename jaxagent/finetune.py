@@ -35,6 +35,7 @@ from jaxagent.data.dialogues import Examples, by_group
 from jaxagent.data.pack import Batch, Row
 from jaxagent.data.tasks import examples_at
 from jaxagent.envs import env as envs
+from jaxagent.hosts import join
 from jaxagent.learner import Learner
 from jaxagent.parts import build, faults, policy_shape, use_devices
 from jaxagent.progress import Progress
@@ -75,6 +76,7 @@ def main(config: ConfigDict, workdir: str | Path, progress: Progress | None = No
             ["finetune.mode is empty: this config is for jaxagent train; choose sft, raft, rest_em, search or dpo"]
         )
     train.prepare(config, workdir)
+    join()  # several processes are refused, and would otherwise all write here
     use_devices(config)
     given = read(config) if config.finetune.path else None
     parts = build(config, workdir / "sandbox.log", with_critic=False)

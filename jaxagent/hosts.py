@@ -14,10 +14,12 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
@@ -112,7 +114,7 @@ class Hosts:
                 raise
             if not isinstance(error, known):
                 traceback.print_exc()
-            lost = "another host has ended; the same command, on all hosts, goes on from the last checkpoint: "
+            lost = "if another host has ended, the same command, on all hosts, goes on from the last checkpoint: "
             reason = lost * isinstance(error, jax.errors.JaxRuntimeError) + str(error)
             print(f"host {self.index} of {self.count} ends: {type(error).__name__}: {reason}", file=sys.stderr)
             sys.stdout.flush()
@@ -177,12 +179,12 @@ def join() -> None:
     if jax.distributed.is_initialized():
         return
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(
-        **known,
-        initialization_timeout=JOIN_S,
-        heartbeat_timeout_seconds=HEARTBEAT_S,
-        shutdown_timeout_seconds=HEARTBEAT_S,
-    )
+    waits: dict[str, Any] = {"initialization_timeout": JOIN_S, "heartbeat_timeout_seconds": HEARTBEAT_S}
+    try:
+        jax.distributed.initialize(**known, **waits, shutdown_timeout_seconds=HEARTBEAT_S)
+    except RuntimeError:  # devices exist already, as in a notebook on a TPU: they are used as they are
+        if told:
+            raise
 
 
 def _in_a_cluster() -> bool:
@@ -211,6 +213,24 @@ def check_mesh(mesh: DeviceMesh, hosts: Hosts) -> None:
         )
     if mesh.mesh.size < jax.device_count() and hosts.count > 1:
         raise ValueError(f"several hosts must use all their {jax.device_count()} devices, the mesh has {mesh.mesh.size}")
+
+
+def meet(mesh: DeviceMesh) -> None:
+    """Has devices of several hosts that will talk to each other connect now, while all hosts are at the same place.
+
+    On CPUs a connection is made by the first program that needs it, which gives up when a host is 30 s late, as it may be
+    after it compiled.
+    """
+    axes = [name for name, size in mesh.size.items() if size > 1]
+    for some in (c for n in range(1, len(axes) + 1) for c in itertools.combinations(axes, n)):
+        total = jax.shard_map(
+            partial(jax.lax.psum, axis_name=some),
+            mesh=mesh.mesh,
+            in_specs=PartitionSpec(),
+            out_specs=PartitionSpec(),
+            check_vma=False,
+        )
+        jax.block_until_ready(jax.jit(total)(jnp.ones(())))
 
 
 def is_here(mesh: DeviceMesh) -> bool:

@@ -35,7 +35,7 @@ from jaxagent.engine.engine import Engine, EngineOptions
 from jaxagent.engine.replicas import Replicas
 from jaxagent.envs import env as envs
 from jaxagent.feed import FeedOptions, stream_of
-from jaxagent.hosts import ALONE, Hosts, check_mesh, here, is_here, spread_fn
+from jaxagent.hosts import ALONE, Hosts, check_mesh, here, is_here, meet, spread_fn
 from jaxagent.learner import Learner, LearnerOptions, OptimizerOptions, trained_of
 from jaxagent.models import peft
 from jaxagent.models.adapters import fresh_adapters, is_adapter, lora_spec, merged
@@ -324,6 +324,8 @@ def build(config: ConfigDict, log: Path | None = None, *, with_critic: bool = Tr
     learner_options = LearnerOptions(**config.learner, temperature=config.sampling.temperature)
     trained_of(decoder, learner_options)  # its complaint about a pattern comes before the weights are read
     with contextlib.ExitStack() as undo:  # what was started is stopped where something after it fails
+        if hosts.count > 1 and mesh.platform == "cpu":
+            meet(mesh)
         sandbox = Sandbox(config.sandbox, world, log)
         undo.callback(sandbox.close)
         learner = Learner(decoder, start_weights(config, decoder, mesh), mesh, algorithm, learner_options)

@@ -333,6 +333,7 @@ def compiled(run: Shapes, told: dict[str, Any]) -> dict[str, Any]:
     work = at_least(run)
     for name, one in found.items():
         if run.chip and "collectives" in one:
+            one["flop_at_least"] = work[name]["flop"]
             one["at_least"] = roofline_s(run.chip, **work[name], linked_bytes=one["linked_bytes"])
     temporaries = {name: one.get("temporary_bytes", one.get("needed_bytes", 0)) for name, one in found.items()}
     temporaries["publish"] += size_bytes(run.engine.given) + size_bytes(run.engine.weights)  # what arrives, and what it becomes
@@ -455,7 +456,12 @@ def lines(told: dict[str, Any]) -> list[str]:
         f"{i['sandbox_cores']:g} cores for iterations of {i['for_iterations_of_s']:g} s",
     ]
     if known := told.get("compiled"):
-        text += ["", "as compiled, for each program: arguments, temporaries, the least seconds, what goes over links"]
+        chip = CHIPS[told["chip"]]
+        text += [
+            "",
+            f"a {told['chip']}: {chip.tflops:g} bf16 TFLOP/s, memory {chip.memory_gbps:g} GB/s, links {chip.link_gbps:g} GB/s",
+            "as compiled, for each program: arguments, temporaries, TFLOP and seconds at least, what goes over links",
+        ]
         for name, one in known["programs"].items():
             if "refused" in one:
                 text += [f"  {name:<10}{one['refused']}"]
@@ -463,7 +469,7 @@ def lines(told: dict[str, Any]) -> list[str]:
             bound = max(one["at_least"], key=lambda limit: one["at_least"][limit])
             least = f"{one['at_least'][bound]:.2e} s ({bound.removesuffix('_s')})"
             sizes = f"{size(one['argument_bytes']):>12}{size(one['temporary_bytes']):>14}"
-            text += [f"  {name:<10}{sizes}  {least}  {one['collectives']}"]
+            text += [f"  {name:<10}{sizes}  {one['flop_at_least'] / 1e12:8.3f}  {least}  {one['collectives']}"]
         text += ["the most at once", *(f"  {name:<18}{size(n):>14}" for name, n in known["peak_bytes"].items())]
         text += [
             f"an iteration at least: {name.removesuffix('_s')} {x:.3g} s" for name, x in known["iteration_at_least"].items()

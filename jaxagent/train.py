@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import json
+import re
 import signal
 import sys
 import threading
@@ -176,7 +177,7 @@ def main(config: ConfigDict, workdir: str | Path, progress: Progress | None = No
     use_devices(config)
     hosts = here()
     progress = progress or Progress(hosts.voice)
-    with hosts.ending_together(FAULTS):
+    with hosts.ending_together((*FAULTS, ValueError)):
         hosts.check(workdir, config.to_json(sort_keys=True), jax.local_device_count())
         parts = build(config, workdir / hosts.own("sandbox.log"))
         if hosts.first:
@@ -220,6 +221,11 @@ def story(run: Run, *chapters: Callable[[Run], None]) -> int:
 
 def prepare(config: ConfigDict, workdir: Path) -> None:
     """Makes the workdir, or checks that the one that is there belongs to this config."""
+    if re.match(r"[a-z0-9]+:/", str(workdir)):
+        raise ValueError(
+            f"--workdir={workdir}: a directory is wanted, not the address of a store: metrics, trajectories and eval.json are "
+            "ordinary files, appended to and renamed, beside Orbax's checkpoints; mount a file system that all hosts see"
+        )
     try:
         workdir.mkdir(parents=True, exist_ok=True)
         (workdir / "sandbox.log").touch()

@@ -14,7 +14,7 @@ from sandbox_client.fleet import connect, cores_needed, urls_of
 from sandbox_client.server import _arguments
 
 HERE = Path(__file__).parents[1] / "launch"
-MANIFESTS = sorted(HERE.glob("*.yaml"))
+MANIFESTS = sorted(path for path in HERE.glob("*.yaml") if not path.name.startswith("gke"))  # of sandboxes
 FLEETS = sorted((HERE / "fleets").glob("*.toml"))
 CORES = {"8": 8.0, "1": 1.0, "250m": 0.25}
 

@@ -162,8 +162,8 @@ def test_the_real_programs_are_compiled_for_chips_that_are_not_here() -> None:
     assert set(known["programs"]) == {"gradient", "update", "publish", "append", "decode"}
     gradient = known["programs"]["gradient"]
     there = told["held_bytes"]["weights"] + told["held_bytes"]["gradient sum"]
-    assert 1 <= gradient["argument_bytes"] / there < 1.2  # rows beside them, and what a chip fills up
-    assert "all-gather" in gradient["collectives"] and gradient["linked_bytes"] > 0
+    assert 1 <= gradient["argument_bytes"] / there < 1.4  # rows beside them, and what a chip fills up
+    assert gradient["linked_bytes"] > there / 4 and not known["programs"]["publish"]["linked_bytes"]
     assert known["iteration_at_least"]["training_s"] > 0 and not does_not_fit(told)
     assert any(line.startswith("  decode") for line in lines(told))
     told["memory_bytes"] = 1000
