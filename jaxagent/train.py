@@ -29,6 +29,7 @@ from jaxagent.credit import Credit, assign, counted, credit_metrics, group_metri
 from jaxagent.critic import CriticOptions, begin_again
 from jaxagent.data.pack import Batch, fill, pack, unpack
 from jaxagent.data.store import Store, audit
+from jaxagent.echoes import Echoes, MetricsOptions
 from jaxagent.evaluate import evaluate
 from jaxagent.feed import Feed, FeedOptions, has_signal, stream_of
 from jaxagent.learner import OptimizerOptions
@@ -85,6 +86,7 @@ class Run(Course):
         super().__init__(config, workdir, parts)
         self.progress = progress
         self.metrics = Metrics(workdir / "metrics.jsonl")
+        self.echoes = Echoes(MetricsOptions(**config.metrics), workdir, configs.leaves(config), progress.say)
         self.clock = Clock()
         self.results: dict[str, Any] = {}  # evaluations, as they stand in eval.json
         options = FeedOptions(**config.feed)
@@ -114,7 +116,9 @@ class Run(Course):
     def done(self, values: dict[str, float]) -> None:
         """One step is done: write it down, tell what is alarming, save where it is due, stop where that is asked for."""
         self.step += 1
-        self.metrics.write(self.step, {**values, **self.clock.take()})
+        spans, whole = self.clock.spans, {**values, **self.clock.take()}
+        self.metrics.write(self.step, whole)
+        self.echoes.write(self.step, whole, spans)
         alarms = self.alarms.look(values)
         for name, reason in alarms.items():
             self.progress.say(f"alarm, {name}: at step {self.step} {reason}", style="yellow")
@@ -170,6 +174,7 @@ def story(run: Run, *chapters: Callable[[Run], None]) -> int:
     finally:
         run.checkpoints.close()
         run.metrics.close()
+        run.echoes.close()
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, previous)
 

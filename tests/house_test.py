@@ -17,7 +17,7 @@ STORIES = ("jaxagent.train", "jaxagent.finetune")
 
 # Every module of jaxagent, from the ground up: an import goes to a lower floor, or stays on its own without a circle.
 FLOORS = (
-    "types metrics alarms progress config sharding compiled algos",
+    "types metrics echoes alarms progress config sharding compiled algos",
     "rewards tools chat data view models checkpoint objective",
     "credit selection envs engine learner critic door",
     "agent",
