@@ -175,7 +175,8 @@ class Server:
                     return await self._stream(dialect, request, session, ask, shape)
                 answers = await session.complete(ask)
                 self._keep(session, ask, answers, shape)
-                return web.json_response(shape.whole(answers))
+                headers = {"X-Retokenised": "true"} if answers[0].retokenised else None
+                return web.json_response(shape.whole(answers), headers=headers)
         finally:
             self._busy -= 1
 

@@ -203,8 +203,7 @@ class Completions:
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
         choices = [self._choice(i, answer) for i, answer in enumerate(answers)]
         kind = "chat.completion" if self.chat else "text_completion"
-        warning = {"retokenised": True} if answers[0].retokenised else {}
-        return {**self.head, "object": kind, "choices": choices, "usage": usage(answers), **warning}
+        return {**self.head, "object": kind, "choices": choices, "usage": usage(answers)}
 
     def _choice(self, i: int, answer: Answer) -> dict[str, Any]:
         found: dict[str, Any] = {"index": i, "finish_reason": FINISH[answer.finish], "logprobs": None}
