@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 from asking import LOOK, LOOK_OPENAI, NAME, TOKEN, Client, asked, result, served, user
 from made import make
@@ -494,3 +495,17 @@ def test_the_flags_of_the_command_reach_what_they_are_for() -> None:
     engine = chosen["serving"].engine()
     assert engine.slot_tokens >= 1000 and engine.slots == 8 and not engine.exact
     assert set(chosen) == {"checkpoint", "name", "serving", "limits", "at"}
+
+
+def test_half_a_stream_does_not_look_like_a_whole_one() -> None:
+    async def write(text: str, request: SampleRequest) -> list[int]:
+        assert request.hear is not None
+        request.hear(CHATML.turn(SAID)[:-1])
+        await asyncio.Event().wait()
+        return []
+
+    async def work(client: Client) -> None:
+        with pytest.raises(aiohttp.ClientPayloadError):
+            await client.stream("/v1/chat/completions", {"messages": [user("q")]})
+
+    asked(CHATML, ScriptedSampler(CHATML, write), work, limits=ServeLimits(deadline_s=0.3))

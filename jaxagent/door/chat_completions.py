@@ -23,6 +23,7 @@ from jaxagent.door.ask import (
 from jaxagent.types import Message, Sampling, ToolCall, ToolSpec
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+IMPOSSIBLE = -9999.0  # of a token that could not be drawn: JSON has no infinity
 FINISH = {"stop": "stop", "length": "length", "calls": "tool_calls"}
 # They say nothing about what is sampled, or something that is so here anyway.
 _SILENT = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "reasoning_effort")
@@ -236,12 +237,12 @@ class Completions:
         for text in texts:
             offsets.append(at)
             at += len(text)
-        best = [{self._text(token): logprob for token, logprob in top} for top in tops]
+        best = [{self._text(token): max(logprob, IMPOSSIBLE) for token, logprob in top} for top in tops]
         return {"tokens": texts, "token_logprobs": answer.logprobs, "top_logprobs": best, "text_offset": offsets}
 
     def _one(self, token: int, logprob: float) -> dict[str, Any]:
         piece = self.pieces[token] if token < len(self.pieces) else b""
-        return {"token": self._text(token), "logprob": logprob, "bytes": list(piece)}
+        return {"token": self._text(token), "logprob": max(logprob, IMPOSSIBLE), "bytes": list(piece)}
 
     def _text(self, token: int) -> str:
         return (self.pieces[token] if token < len(self.pieces) else b"").decode(errors="replace")
