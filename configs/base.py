@@ -167,6 +167,9 @@ def get_config(arg: str = "") -> ConfigDict:
     )  # kl of one step, entropy's share of its start, zero_variance's of groups; else 0.1, 0.05, 0.9
     c.alarms.stop = "tools"  # kl, entropy, zero_variance, parse_errors, held_out, gap, tools, gradient, compiled; or all
 
+    c.metrics = ConfigDict()
+    c.metrics.echoes = ""  # with commas: tensorboard, wandb, mlflow, trackio, otel, trace; they hear what metrics.jsonl says
+
     c.checkpoint = ConfigDict()
     c.checkpoint.every = 20  # steps
     c.checkpoint.keep = 2

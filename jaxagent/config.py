@@ -368,10 +368,13 @@ def read(path: Path) -> ConfigDict:
     return ConfigDict(tuples(json.loads(path.read_text()))).lock()
 
 
+_BESIDE = {"metrics.echoes"}  # a run may be resumed with others: they change nothing of it
+
+
 def differences(config: ConfigDict, path: Path) -> list[str]:
     """The keys in which a config differs from the saved one, as `key: saved -> now`."""
     saved = json.loads(path.read_text())
     now = json.loads(config.to_json())
     flat_saved, flat_now = leaves(ConfigDict(saved)), leaves(ConfigDict(now))
-    keys = sorted({*flat_saved, *flat_now})
+    keys = sorted({*flat_saved, *flat_now} - _BESIDE)
     return [f"{key}: {flat_saved.get(key)} -> {flat_now.get(key)}" for key in keys if flat_saved.get(key) != flat_now.get(key)]

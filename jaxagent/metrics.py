@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -89,21 +90,33 @@ class Mean(float):
         return cls(sum(values), len(values))
 
 
+@dataclass(frozen=True)
+class Span:
+    """A part of a step on the time line; `began_s` counts from 1970."""
+
+    name: str
+    began_s: float
+    seconds: float
+
+
 class Clock:
-    """Wall seconds by part since the last `take`; CPU seconds of the process beside them."""
+    """Wall seconds by part since the last `take`; CPU seconds of the process beside them. `spans` says when the parts were."""
 
     def __init__(self) -> None:
         self.parts: dict[str, float] = {}
+        self.spans: list[Span] = []
         self._cpu = time.process_time()
         self._lap = time.monotonic()
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        began = time.monotonic()
+        began, since = time.monotonic(), time.time()
         try:
             yield
         finally:
-            self.parts[name] = self.parts.get(name, 0.0) + time.monotonic() - began
+            seconds = time.monotonic() - began
+            self.parts[name] = self.parts.get(name, 0.0) + seconds
+            self.spans.append(Span(name, since, seconds))
 
     def lap(self) -> float:
         """Wall seconds since the last call."""
@@ -115,5 +128,5 @@ class Clock:
         cpu = time.process_time()
         values = {f"time/{name}_s": seconds for name, seconds in self.parts.items()}
         values["time/cpu_s"] = cpu - self._cpu
-        self.parts, self._cpu = {}, cpu
+        self.parts, self.spans, self._cpu = {}, [], cpu
         return values

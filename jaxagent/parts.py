@@ -31,6 +31,7 @@ from jaxagent.chat.template import Template
 from jaxagent.checkpoint import Checkpoints
 from jaxagent.critic import CriticOptions, critic_of
 from jaxagent.door.session import Slots
+from jaxagent.echoes import MetricsOptions
 from jaxagent.engine.engine import Engine, EngineOptions
 from jaxagent.engine.replicas import Replicas
 from jaxagent.envs import env as envs
@@ -83,6 +84,7 @@ def faults(config: ConfigDict) -> list[str]:
         "warmup_optimizer": warmup_optimizer,
         "reward": shaping_within(config),
         "alarms": Alarms,
+        "metrics": MetricsOptions,
         "finetune": FinetuneOptions,
     }
     try:

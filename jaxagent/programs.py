@@ -90,7 +90,9 @@ class Record:
         trajectory.feed(fed)
         # The session has compared what the sampler was fed with the prompt, which begins with this row.
         turn = trajectory.sampled(replace(sample, fed_start=before, fed=fed), "", self.template.text(sample.tokens))
-        turn.error = told[-1].error if told else ""
+        turn.error = (told[-1].error if told else "") or (
+            "" if sample.stopped else "the turn did not end within its token budget"
+        )
         self._note_results(told[:-1])
         self._called |= {call.id: (turn, time.monotonic()) for call in told[-1].calls} if told else {}
         self._last = turn

@@ -175,7 +175,8 @@ class Server:
                     return await self._stream(dialect, request, session, ask, shape)
                 answers = await session.complete(ask)
                 self._keep(session, ask, answers, shape)
-                return web.json_response(shape.whole(answers))
+                headers = {"X-Retokenised": "true"} if answers[0].retokenised else None
+                return web.json_response(shape.whole(answers), headers=headers)
         finally:
             self._busy -= 1
 
@@ -201,6 +202,8 @@ class Server:
             self._keep(session, ask, answers, shape)
             await _send(reply, shape.end(answers))
         except (Refused, TimeoutError, RuntimeError, asyncio.CancelledError) as fault:
+            if _ended_from_outside(fault) and reply is not None and request.transport is not None:
+                request.transport.close()  # half a stream must not look like a whole one
             if reply is None or _ended_from_outside(fault):
                 raise
             told = fault if isinstance(fault, Refused) else Refused(f"nothing more is sampled: {fault}", status=503)

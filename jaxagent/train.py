@@ -27,6 +27,7 @@ from jaxagent.checkpoint import Checkpoints
 from jaxagent.credit import group_metrics, role_metrics, sampling_metrics
 from jaxagent.critic import CriticOptions, begin_again
 from jaxagent.data.store import Store, audit
+from jaxagent.echoes import Echoes, MetricsOptions
 from jaxagent.engine.replicas import Replicas
 from jaxagent.evaluate import evaluate
 from jaxagent.feed import Feed, FeedOptions, Stopped, has_signal, stream_of
@@ -90,6 +91,8 @@ class Run(Course):
         super().__init__(config, workdir, parts, parts.hosts)
         self.progress = progress
         self.metrics = Metrics(workdir / "metrics.jsonl", writes=self.hosts.first)
+        echoed = MetricsOptions(**config.metrics) if self.hosts.first else MetricsOptions()
+        self.echoes = Echoes(echoed, workdir, configs.leaves(config), progress.say)
         self.clock = Clock()
         self.results: dict[str, Any] = {}  # evaluations, as they stand in eval.json
         options = FeedOptions(**config.feed)
@@ -141,7 +144,9 @@ class Run(Course):
         self.step += 1
         if self.journal.fault:
             raise self.journal.fault
-        self.metrics.write(self.step, {**values, **self.clock.take()})
+        spans, whole = self.clock.spans, {**values, **self.clock.take()}
+        self.metrics.write(self.step, whole)
+        self.echoes.write(self.step, whole, spans)
         alarms = self.alarms.look(values)
         for name, reason in alarms.items():
             self.progress.say(f"alarm, {name}: at step {self.step} {reason}", style="yellow")
@@ -212,6 +217,7 @@ def story(run: Run, *chapters: Callable[[Run], None]) -> int:
         run.checkpoints.close()
         run.journal.close()
         run.metrics.close()
+        run.echoes.close()
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, previous)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -27,6 +27,7 @@ class Client:
 
     def __init__(self, url: str, http: aiohttp.ClientSession):
         self.url, self.http = url, http
+        self.headers: Mapping[str, str] = {}  # of the last answer to a post
 
     async def get(self, path: str, **headers: str) -> tuple[int, Any]:
         async with self.http.get(f"{self.url}{path}", headers=headers) as reply:
@@ -35,6 +36,7 @@ class Client:
     async def post(self, path: str, body: Any, **headers: str) -> tuple[int, Any]:
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         async with self.http.post(f"{self.url}{path}", data=data, headers=headers) as reply:
+            self.headers = reply.headers
             return reply.status, await reply.json()
 
     async def chat(self, *messages: dict[str, Any], **more: Any) -> dict[str, Any]:

@@ -92,7 +92,9 @@ def feeding(folder: Path, sampler: ScriptedSampler, world: Echo | None = None, r
     world, journal = world or Echo(), Journal(folder, redraw=redraw)
     agent = Agent(PLAIN, (), sampler, Limits(8, 300))
     rollouts = Rollouts(world, agent, lambda: None, seed=0, options=RolloutOptions(attempts=2, concurrency=3))
-    feed = Feed(world, TaskStream(12, 0), rollouts, Sampling(max_tokens=12), FeedOptions(prompts=3, rollouts=2), journal=journal)
+    feed = Feed(
+        world, TaskStream(12, 0), rollouts, Sampling(max_tokens=12), FeedOptions(prompts=3, rollouts=2), journal=journal
+    )
     journal.begin(feed.first)
     try:
         yield feed

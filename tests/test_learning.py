@@ -75,3 +75,13 @@ def test_preferring_the_best_of_a_group_to_its_worst_widens_the_margin_and_wins_
         early, late = (sum(record[name] for record in part) / 5 for part in (first, last))
         assert late > early + 0.1
     assert steps[0]["dpo/loss"] == pytest.approx(0.6931, abs=1e-3)
+
+
+@pytest.mark.learning
+def test_a_program_of_its_own_teaches_the_policy_that_it_asks(tmp_path: Path) -> None:
+    """The task of the quickstart, played over HTTP by `configs/programs/look_up.py`, which knows nothing of tokens."""
+    overrides = "train.steps=40", "evaluate.every=0", "evaluate.final_tasks=128"
+    success = learnt(tmp_path, "train", "program.py", *overrides)
+    assert success["before"] <= 0.3
+    assert success["after"] >= 0.6
+    assert success["ablated"] <= 0.05

@@ -7,11 +7,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 from asking import LOOK, LOOK_OPENAI, NAME, TOKEN, Client, asked, result, served, user
 from made import make
 from scripted import ScriptedSampler, script
 
+from jaxagent import policy
+from jaxagent.__main__ import parser, serve_options
 from jaxagent.chat.plain import EOS, PlainTemplate
 from jaxagent.door.session import Rules, Slots
 from jaxagent.serve import Address, ServeLimits, run, token_in
@@ -42,7 +45,7 @@ def test_a_conversation_with_a_tool_goes_on_in_the_row_that_is_held() -> None:
         held = first["usage"]["total_tokens"]
         assert first["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
         assert second["usage"]["prompt_tokens_details"] == {"cached_tokens": held}
-        assert "retokenised" not in second
+        assert "X-Retokenised" not in client.headers
 
     asked(CHATML, sampler, work)
     one, two = sampler.requests
@@ -71,10 +74,11 @@ def test_sampled_ids_are_never_encoded_again() -> None:
 def test_a_turn_that_was_not_sampled_here_is_encoded_and_the_answer_says_so() -> None:
     sampler = script(CHATML, SAID)
 
-    async def work(client: Client) -> dict[str, Any]:
-        return await client.chat(user("a"), {"role": "assistant", "content": "not mine"}, user("b"))
+    async def work(client: Client) -> str:
+        await client.chat(user("a"), {"role": "assistant", "content": "not mine"}, user("b"))
+        return client.headers["X-Retokenised"]
 
-    assert asked(CHATML, sampler, work)["retokenised"] is True
+    assert asked(CHATML, sampler, work) == "true"
     told = [Message("user", "a"), Message("assistant", "not mine"), Message("user", "b")]
     assert list(sampler.requests[0].tokens) == CHATML.prompt(told, ())
 
@@ -439,7 +443,7 @@ def test_rows_that_no_call_uses_give_their_room_up() -> None:
         mine = {"role": "assistant", "content": SAID.content}
         found = await client.chat(user("a"), mine, user("more"))  # its row is gone, its ids are known
         assert found["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
-        assert "retokenised" not in found
+        assert "X-Retokenised" not in client.headers
 
     asked(CHATML, sampler, work, capacity=2)
 
@@ -479,3 +483,29 @@ def test_a_token_file_is_made_once_and_must_be_private(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="give --token-file"):
         slots = Slots(CHATML, script(CHATML, SAID), 1)
         run(slots, Rules(100), "m", ServeLimits(), Address(host="0.0.0.0"))
+
+
+def test_the_flags_of_the_command_reach_what_they_are_for() -> None:
+    options = vars(parser().parse_args(["serve", "--checkpoint=c", "--port=0", "--context=1000", "--requests=3"]))
+    options.pop("command")
+    chosen = serve_options(options, policy)
+    assert (chosen["checkpoint"], chosen["name"]) == ("c", "")
+    assert chosen["at"] == Address(port=0)
+    assert chosen["limits"] == ServeLimits(requests=3)
+    engine = chosen["serving"].engine()
+    assert engine.slot_tokens >= 1000 and engine.slots == 8 and not engine.exact
+    assert set(chosen) == {"checkpoint", "name", "serving", "limits", "at"}
+
+
+def test_half_a_stream_does_not_look_like_a_whole_one() -> None:
+    async def write(text: str, request: SampleRequest) -> list[int]:
+        assert request.hear is not None
+        request.hear(CHATML.turn(SAID)[:-1])
+        await asyncio.Event().wait()
+        return []
+
+    async def work(client: Client) -> None:
+        with pytest.raises(aiohttp.ClientPayloadError):
+            await client.stream("/v1/chat/completions", {"messages": [user("q")]})
+
+    asked(CHATML, ScriptedSampler(CHATML, write), work, limits=ServeLimits(deadline_s=0.3))

@@ -23,6 +23,7 @@ from jaxagent.door.ask import (
 from jaxagent.types import Message, Sampling, ToolCall, ToolSpec
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+IMPOSSIBLE = -9999.0  # of a token that could not be drawn: JSON has no infinity
 FINISH = {"stop": "stop", "length": "length", "calls": "tool_calls"}
 # They say nothing about what is sampled, or something that is so here anyway.
 _SILENT = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "reasoning_effort")
@@ -203,8 +204,7 @@ class Completions:
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
         choices = [self._choice(i, answer) for i, answer in enumerate(answers)]
         kind = "chat.completion" if self.chat else "text_completion"
-        warning = {"retokenised": True} if answers[0].retokenised else {}
-        return {**self.head, "object": kind, "choices": choices, "usage": usage(answers), **warning}
+        return {**self.head, "object": kind, "choices": choices, "usage": usage(answers)}
 
     def _choice(self, i: int, answer: Answer) -> dict[str, Any]:
         found: dict[str, Any] = {"index": i, "finish_reason": FINISH[answer.finish], "logprobs": None}
@@ -237,12 +237,12 @@ class Completions:
         for text in texts:
             offsets.append(at)
             at += len(text)
-        best = [{self._text(token): logprob for token, logprob in top} for top in tops]
+        best = [{self._text(token): max(logprob, IMPOSSIBLE) for token, logprob in top} for top in tops]
         return {"tokens": texts, "token_logprobs": answer.logprobs, "top_logprobs": best, "text_offset": offsets}
 
     def _one(self, token: int, logprob: float) -> dict[str, Any]:
         piece = self.pieces[token] if token < len(self.pieces) else b""
-        return {"token": self._text(token), "logprob": logprob, "bytes": list(piece)}
+        return {"token": self._text(token), "logprob": max(logprob, IMPOSSIBLE), "bytes": list(piece)}
 
     def _text(self, token: int) -> str:
         return (self.pieces[token] if token < len(self.pieces) else b"").decode(errors="replace")
