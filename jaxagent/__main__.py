@@ -6,6 +6,7 @@ jaxagent eval     --workdir=DIR [--tasks=N] [--rollouts=K] [--split=test] [--tem
 jaxagent generate --checkpoint=DIR --prompt=TEXT [--temperature=T] [--max-tokens=N]
 jaxagent view     DIR
 jaxagent export   --workdir=DIR --to=DIR [--dtype=float32] [--adapter]
+jaxagent swe      --source=DIR|SDIST --to=FILE [--count=N] [--seed=S]
 jaxagent retrieve --corpus=FILE [--port=8000] [--index=DIR]
 """
 
@@ -27,6 +28,7 @@ _HOME = {
     "export": "jaxagent.policy",
     "view": "jaxagent.view",
     "retrieve": "jaxagent.toolbox.retriever",
+    "swe": "jaxagent.data.swe",
 }
 
 
@@ -60,6 +62,12 @@ def parser() -> argparse.ArgumentParser:
     export.add_argument("--to", required=True)
     export.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
     export.add_argument("--adapter", action="store_true", help="the low-rank adapters alone, in PEFT's layout")
+    swe = commands.add_parser("swe", help="makes tasks of repair from a package with tests; runs the package's code")
+    swe.add_argument("--source", required=True, help="a directory, an sdist, or the directory of a package with tests in it")
+    swe.add_argument("--to", required=True, help="the task file, JSONL")
+    swe.add_argument("--count", type=count, default=100, help="tasks at most")
+    swe.add_argument("--seed", type=int, default=0, help="of the order in which bugs are tried")
+    swe.add_argument("--timeout", dest="timeout_s", type=float, default=120.0, help="seconds, of one run of the tests")
     retrieve = commands.add_parser("retrieve", help="serves search in a corpus, as Search-R1's retriever does")
     retrieve.add_argument("--corpus", required=True, help="JSONL: title and text, or contents; and id")
     retrieve.add_argument("--port", type=count, default=8000)
