@@ -6,9 +6,10 @@ tests as they came with the task, and runs those. The reward is 1 where every te
 else 0; a test that does not report is one that failed. Files that the policy added, settings of pytest and tests that it
 changed do not take part.
 
-What is tested runs in one process with its tests, as everywhere in this kind of task: a package could be made to spoil the
-report of its own tests. The report is marked by a number that the process is told on its standard input before anything of the
-package is imported, so that printing a report does not do.
+What is tested runs in one process with its tests, as everywhere in this kind of task: a package could be written that finds
+pytest in the memory of that process and spoils the report of its own tests. The report is marked by a number that the process
+is told on its standard input before anything of the package is imported, so that printing a report, or ending early, does not
+do. Read what wins.
 """
 
 from __future__ import annotations
@@ -40,24 +41,26 @@ for path, text in task["write"].items():
         file.write(text)
 run = """
 import json, os, sys
-mark = sys.stdin.readline().strip()
-asked = json.loads(sys.stdin.readline())
-import pytest
-ended = {}
-class Listener:
-    def pytest_runtest_logreport(self, report):
-        if report.failed or (report.when == "call" and not report.passed):
-            ended[report.nodeid] = False
-        elif report.when == "call":
-            ended.setdefault(report.nodeid, True)
-out = os.dup(1)
-null = os.open(os.devnull, os.O_WRONLY)
-os.dup2(null, 1); os.dup2(null, 2)
-sys.dont_write_bytecode = True
-sys.path[:0] = [os.path.abspath(root) for root in asked["roots"]]
-pytest.main(asked["arguments"], plugins=[Listener()])
-os.write(out, ("\\\\n" + mark + json.dumps([name for name, passed in ended.items() if passed]) + "\\\\n").encode())
-os._exit(0)
+def main(exit, write, dumps):  # what a package could replace is taken before it is imported
+    mark = sys.stdin.readline().strip()
+    asked = json.loads(sys.stdin.readline())
+    import pytest
+    ended = {}
+    class Listener:
+        def pytest_runtest_logreport(self, report):
+            if report.failed or (report.when == "call" and not report.passed):
+                ended[report.nodeid] = False
+            elif report.when == "call":
+                ended.setdefault(report.nodeid, True)
+    out = os.dup(1)
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 1); os.dup2(null, 2)
+    sys.dont_write_bytecode = True
+    sys.path[:0] = [os.path.abspath(root) for root in asked["roots"]]
+    pytest.main(asked["arguments"], plugins=[Listener()])
+    write(out, ("\\\\n" + mark + dumps([name for name, passed in ended.items() if passed]) + "\\\\n").encode())
+    exit(0)
+main(os._exit, os.write, json.dumps)
 """
 mark = secrets.token_hex(16)
 os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
