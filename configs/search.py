@@ -29,7 +29,7 @@ def get_config(arg: str = "") -> ConfigDict:
 
     c.agent.max_turns = 7  # two calls for a hop, and the answer; two more to look again
     c.agent.max_tokens = 96
-    c.sampling.max_tokens = 12  # an answer with its citation is 9 tokens
+    c.sampling.max_tokens = 12  # an answer with its citation is 10 tokens
     c.engine.slots = 32
     c.engine.slot_tokens = c.engine.chunk = 96
     c.engine.decode_tokens = 4

@@ -90,17 +90,19 @@ def test_a_repair_wins_and_the_tree_has_neither_tests_nor_history(server: Embedd
     assert "pathlen" in PLAIN.text(row.tokens)
 
 
+AROUND = [
+    call("create", path=TEST, content="def test_back(): pass\n"),
+    call("create", path="pytest.ini", content="[pytest]\naddopts = --co\n"),
+    call("create", path="conftest.py", content="def pytest_runtest_makereport(item, call): return None\n"),
+]
 # Less than a repair, and attempts on the report: printed, ended early, plugins, settings, tests and sources replaced.
 FORGED = "\nimport os, sys\nos.write(1, b'[]'); os.write(2, b'ok')\n"
 ATTEMPTS = {
     "does nothing": [],
     "breaks another": [FIX, call("edit", path=WALK, old="best = path", new="best = None")],
-    "breaks it all": [call("create", path=WALK, content="def length(")],
     "ends the process": [call("create", path=WALK, content="import os\nos._exit(0)\n")],
     "prints a report": [call("create", path=WALK, content=f"{FORGED}def length(p): return 3\ndef longest(p): return [1, 9]\n")],
-    "replaces the tests": [call("create", path=TEST, content="def test_back(): pass\n")],
-    "skips by settings": [call("create", path="pytest.ini", content="[pytest]\naddopts = --co\n")],
-    "adds a plugin": [call("create", path="conftest.py", content="def pytest_runtest_makereport(item, call): return None\n")],
+    "changes what surrounds the tests": AROUND,
     "deletes": [call("bash", command="rm -r src")],
     "is a link": [call("bash", command=f"ln -sf /etc/passwd {WALK}")],
 }
@@ -116,7 +118,7 @@ def test_nothing_but_a_repair_earns_anything(attempt: str, server: EmbeddedServe
 
 
 def test_what_is_added_beside_a_repair_does_no_harm(server: EmbeddedServer, world: Swe) -> None:
-    row = play(server, world, *ATTEMPTS["adds a plugin"], *ATTEMPTS["replaces the tests"], FIX)
+    row = play(server, world, *AROUND, FIX)
     assert row.outcome == 1.0
 
 
