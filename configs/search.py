@@ -1,4 +1,4 @@
-"""A small policy learns to search, read and cite in worlds of invented names, from scratch on two CPU cores.
+"""To search, read and cite in worlds of invented names: a small policy from scratch, sized for two CPU cores.
 
 jaxagent train --config=configs/search.py --workdir=DIR
 
@@ -29,7 +29,7 @@ def get_config(arg: str = "") -> ConfigDict:
 
     c.agent.max_turns = 7  # two calls for a hop, and the answer; two more to look again
     c.agent.max_tokens = 96
-    c.sampling.max_tokens = 12  # an answer with its citation is 9 tokens
+    c.sampling.max_tokens = 12  # an answer with its citation is 10 tokens
     c.engine.slots = 32
     c.engine.slot_tokens = c.engine.chunk = 96
     c.engine.decode_tokens = 4
@@ -38,8 +38,8 @@ def get_config(arg: str = "") -> ConfigDict:
     c.learner.batch_rows = 8
     c.learner.row_tokens = 96
 
-    c.warmup.steps = 600  # to copy a name, an id, and what stands behind a letter, from demonstrations that often go astray
-    c.warmup.demos = 600 * 32
+    c.warmup.steps = 350  # to copy a name, an id, and what stands behind a letter, from demonstrations that often go astray
+    c.warmup.demos = 350 * 32
     c.warmup.batch = 32
     c.warmup_optimizer.lr = 5e-3
     c.warmup_optimizer.lr_final = 3e-4

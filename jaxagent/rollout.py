@@ -197,11 +197,13 @@ class Rollouts:
         if isinstance(agent, Agent) and how.stem and how.origin:
             env, resumed = await how.origin.fork(name, partial(agent.retrace, task=task, stem=how.stem))
             opened.append(env)
-            return await agent.play(env, task, rows, key, how.sampling, how.stem, resumed)
+            await agent.play(env, task, rows, key, how.sampling, how.stem, resumed)
+            return
         env = self.world.episode(name, self._sandbox)
         opened.append(env)
         if isinstance(agent, Agent) and how.stem:
-            return await agent.play(env, task, rows, key, how.sampling, how.stem)
+            await agent.play(env, task, rows, key, how.sampling, how.stem)
+            return
         if isinstance(agent, Agent) and (journal := how.journal):  # of a program only whole episodes are kept
             agent = agent.through(lambda sampler: Recorded(sampler, journal, first.group, first.rollout))
         await agent.play(Ablated(env) if how.ablated else env, task, rows, key, how.sampling)

@@ -1,0 +1,154 @@
+"""`swe`: a repaired package wins, and nothing else does: neither less, nor changed tests, nor reports that were forged."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from scripted import ScriptedSampler, episode
+
+from jaxagent.agent import Limits
+from jaxagent.chat.plain import PlainTemplate
+from jaxagent.data.mutants import mutants
+from jaxagent.data.swe import Outcomes, Package, row_of
+from jaxagent.envs.swe import Swe
+from jaxagent.types import Message, Sampling, StopReason, ToolCall, Trajectory
+from sandbox_client import EmbeddedServer, SandboxClient, SandboxStartError
+
+sys.path.append(str(Path(__file__).parents[1] / "data"))
+from package_with_tests import FILES
+
+PLAIN = PlainTemplate()
+WALK, TEST = "src/pathlen/walk.py", "tests/test_walk.py"
+STABLE = {f"{TEST}::test_{name}" for name in ("forth", "back", "none", "longest", "constant")}
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Swe:
+    """Forty times one bug: steps back count as steps forth minus themselves."""
+    package = Package("pathlen", FILES, (TEST,), ("src/pathlen/__init__.py", WALK))
+    source = FILES[WALK].encode()
+    bug = next(one for one in mutants(source) if b"total += a + b" in one.apply(source))
+    row = row_of(package, WALK, bug, Outcomes(STABLE - {f"{TEST}::test_back"}), STABLE)
+    path = tmp_path_factory.mktemp("swe") / "tasks.jsonl"
+    path.write_text("".join(json.dumps({**row, "instance_id": f"pathlen__{n}"}) + "\n" for n in range(40)))
+    return Swe(str(path), test_timeout_s=60.0)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[EmbeddedServer]:
+    try:
+        with EmbeddedServer(functions=(), code="require", min_isolation="L2") as running:
+            yield running
+    except SandboxStartError as error:
+        pytest.skip(f"no isolation here: {error}")
+
+
+def call(name: str, **arguments: Any) -> Message:
+    return Message("assistant", calls=(ToolCall(name, arguments),))
+
+
+class Direct(PlainTemplate):
+    """Takes a scripted turn as it is: the plain template cannot hold commas in arguments."""
+
+    def __init__(self, turns: list[Message]):
+        self.turns = turns
+
+    def parse(self, ids: Any, tools: Any) -> Message:
+        return self.turns.pop(0)
+
+
+def play(server: EmbeddedServer, world: Swe, *turns: Message) -> Trajectory:
+    template = Direct([*turns, Message("assistant", "done")])
+
+    async def game() -> Trajectory:
+        async with SandboxClient(server.url, server.token) as sandbox:
+            limits, sampling = Limits(max_turns=8, max_tokens=20000), Sampling(max_tokens=50)
+            sampler = ScriptedSampler(template, lambda text, request: PLAIN.turn(Message("assistant", "x")))
+            task = world.task("train", 0)
+            rows = await episode(world, task, sampler, limits=limits, sampling=sampling, sandbox=sandbox)
+            return rows[0]
+
+    return asyncio.run(game())
+
+
+FIX = call("edit", path=WALK, old="total += a + b", new="total += a - b")
+
+
+def test_a_repair_wins_and_the_tree_has_neither_tests_nor_history(server: EmbeddedServer, world: Swe) -> None:
+    row = play(server, world, call("list_files"), call("bash", command="git log; ls -A"), FIX)
+    assert (row.outcome, row.stop) == (1.0, StopReason.ANSWERED)
+    assert row.turns[-1].reason == "1 of 1 broken tests pass, 4 of 4 others"
+    files, history, _ = (record.result for turn in row.turns for record in turn.tools)
+    assert WALK in files and "test" not in files
+    assert "not a git repository" in history and ".git" not in history.splitlines()[1:]
+    assert "pathlen" in PLAIN.text(row.tokens)
+
+
+AROUND = [
+    call("create", path=TEST, content="def test_back(): pass\n"),
+    call("create", path="pytest.ini", content="[pytest]\naddopts = --co\n"),
+    call("create", path="conftest.py", content="def pytest_runtest_makereport(item, call): return None\n"),
+]
+# Less than a repair, and attempts on the report: printed, ended early, plugins, settings, tests and sources replaced.
+FORGED = "\nimport os, sys\nos.write(1, b'[]'); os.write(2, b'ok')\n"
+ATTEMPTS = {
+    "does nothing": [],
+    "breaks another": [FIX, call("edit", path=WALK, old="best = path", new="best = None")],
+    "ends the process": [call("create", path=WALK, content="import os\nos._exit(0)\n")],
+    "prints a report": [call("create", path=WALK, content=f"{FORGED}def length(p): return 3\ndef longest(p): return [1, 9]\n")],
+    "changes what surrounds the tests": AROUND,
+    "deletes": [call("bash", command="rm -r src")],
+    "is a link": [call("bash", command=f"ln -sf /etc/passwd {WALK}")],
+}
+
+
+@pytest.mark.attack
+@pytest.mark.parametrize("attempt", ATTEMPTS)
+def test_nothing_but_a_repair_earns_anything(attempt: str, server: EmbeddedServer, world: Swe) -> None:
+    row = play(server, world, *ATTEMPTS[attempt])
+    assert row.stop.counts, row.error
+    assert row.outcome == 0.0, row.turns[-1].reason
+    assert row.reward == 0.0
+
+
+def test_what_is_added_beside_a_repair_does_no_harm(server: EmbeddedServer, world: Swe) -> None:
+    row = play(server, world, *AROUND, FIX)
+    assert row.outcome == 1.0
+
+
+def test_an_unreadable_turn_and_an_unknown_tool_are_observations(server: EmbeddedServer, world: Swe) -> None:
+    row = play(server, world, Message("assistant", "?", error="cannot be read"), call("hammer"), FIX)
+    assert row.outcome == 1.0
+    assert "error: cannot be read" in PLAIN.text(row.tokens) and "no tool 'hammer'" in PLAIN.text(row.tokens)
+
+
+def test_tests_can_be_left_in_the_tree(world: Swe, tmp_path: Path) -> None:
+    path = tmp_path / "tasks.jsonl"
+    records = [record for split in ("train", "valid", "test") for record in world.tasks[split]]
+    texts = ("FAIL_TO_PASS", "PASS_TO_PASS")
+    lines = [json.dumps({**record, **{key: json.dumps(record[key]) for key in texts}}) for record in records]
+    path.write_text("\n".join(lines))
+    assert TEST in Swe(str(path), hide_tests=False).task("train", 0)["files"]
+    assert TEST not in world.task("train", 0)["files"]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"FAIL_TO_PASS": ["a"]}, "line 1: .* as JSON texts"),
+        ({"FAIL_TO_PASS": "[]"}, "line 1: FAIL_TO_PASS is empty"),
+        ({"repo": "json"}, "json is installed here"),
+        ({"files": None, "sources": None}, ""),
+    ],
+)
+def test_rows_that_cannot_be_played_are_told(change: dict[str, Any], said: str, world: Swe, tmp_path: Path) -> None:
+    record = {**world.tasks["train"][0], "FAIL_TO_PASS": '["t"]', "PASS_TO_PASS": "[]", **change}
+    (tmp_path / "tasks.jsonl").write_text(json.dumps({key: value for key, value in record.items() if value is not None}) + "\n")
+    with pytest.raises(ValueError, match=said or "missing files, sources"):
+        Swe(str(tmp_path / "tasks.jsonl"))
