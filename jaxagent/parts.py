@@ -38,7 +38,6 @@ from jaxagent.models import peft
 from jaxagent.models.adapters import fresh_adapters, is_adapter, lora_spec, merged
 from jaxagent.models.transformer import Decoder, DecoderConfig, Params, params_of
 from jaxagent.objective import ProcessObjective
-from jaxagent.process import Process, read_labels
 from jaxagent.rewards.shaping import Shaping
 from jaxagent.rollout import RolloutOptions, Rollouts
 from jaxagent.selection import FinetuneOptions
@@ -263,7 +262,6 @@ class Parts:
     rollouts: Rollouts
     sandbox: Sandbox
     selves: Selves | None = None  # earlier versions of the policy, where the world plays with them
-    process: Process | None = None  # of algorithms with a process reward model, which is then the critic
 
     def compile(self) -> None:
         """Compiles the engines' and the learner's programs side by side; the engines then hold the learner's weights."""
@@ -305,10 +303,6 @@ def build(config: ConfigDict, log: Path | None = None, *, with_critic: bool = Tr
     stream_of(world, config.seed, FeedOptions(**config.feed))  # its complaint comes before the weights are read
     _want_slots(config, envs.seats_of(world))
     algorithm = choose(**config.algo)
-    process = None
-    if algorithm.process and with_critic:
-        labels = config.critic.labels
-        process = Process(config.seed, read_labels(labels, config.learner.row_tokens) if labels else ())
     mesh = DeviceMesh.build(**{axis: config.mesh[axis] for axis in AXES})
     template, decoder = policy_shape(config)
     learner_options = LearnerOptions(**config.learner, temperature=config.sampling.temperature)
@@ -330,7 +324,7 @@ def build(config: ConfigDict, log: Path | None = None, *, with_critic: bool = Tr
         agent = Agent(template, world.tools, engines, Limits(**config.agent), past=selves.engines if selves else None)
         rollouts = Rollouts(world, agent, sandbox.client, config.seed, RolloutOptions(**config.rollout))
         undo.pop_all()
-    return Parts(world, template, decoder, algorithm, learner, critic, engines, rollouts, sandbox, selves, process)
+    return Parts(world, template, decoder, algorithm, learner, critic, engines, rollouts, sandbox, selves)
 
 
 def _want_slots(config: ConfigDict, seats: int) -> None:

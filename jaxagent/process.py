@@ -3,7 +3,7 @@
 The model is a critic with another objective (objective.ProcessObjective): it has read a turn to its end and says how likely the
 episode ends well. What it is taught are Monte-Carlo values of turns (Math-Shepherd, arXiv:2312.08935; of an agent's turns:
 AgentPRM, arXiv:2502.10325): the mean return of all visits to the same turn in the same state, over rollouts and steps; and
-values that a tree search has written to a file.
+values that a tree search has written to `labels.jsonl` in the workdir.
 
 Its word s is no reward by itself, or many hopeful turns would be worth more than an answer. Turn k gets a difference
 
@@ -20,6 +20,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -113,7 +114,8 @@ class Process:
         """`learn`, written where the training rows are made from."""
         found, metrics = self.learn(groups, gamma)
         for credit in credits:
-            credit.target, credit.judged = found[id(credit.row)]
+            nothing = np.zeros(len(credit.row.tokens), np.float32)  # of a segment in which nothing was sampled
+            credit.target, credit.judged = found.get(id(credit.row), (nothing, nothing))
         return metrics
 
     def rows(self, turn: int, count: int) -> list[Row]:
@@ -175,7 +177,7 @@ def _sigmoid(x: np.ndarray) -> np.ndarray:
     return 0.5 * (1.0 + np.tanh(0.5 * x))
 
 
-def read_labels(path: str, longest: int) -> list[Row]:
+def read_labels(path: str | Path, longest: int) -> list[Row]:
     """Rows with values of turns from a JSONL file, as a tree search writes them: one turn a line.
 
         {"trajectory": {...}, "turn": 2, "q": 0.75, "visits": 8}

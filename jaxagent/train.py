@@ -44,6 +44,7 @@ from jaxagent.feed import Feed, FeedOptions, has_signal, stream_of
 from jaxagent.learner import OptimizerOptions
 from jaxagent.metrics import Clock, Metrics, peak_bytes, read
 from jaxagent.parts import Parts, build, faults, shaping_within, use_devices
+from jaxagent.process import Process, read_labels
 from jaxagent.progress import Progress
 from jaxagent.rewards.shaping import components
 from jaxagent.types import Group, Sampling, Trajectory
@@ -83,6 +84,7 @@ class Run:
         self.feed = Feed(parts.world, tasks, parts.rollouts, Sampling(**config.sampling), options)
         self.shaping = shaping_within(config)(**config.reward)
         self.alarms = Alarms(**config.alarms, tools=bool(parts.world.tools))
+        self.process = process_of(config, workdir, parts)
         self.baselines: dict[str, float] = {}  # moving means of the roles' returns, for algorithms that have them
         self.step = 0  # warm-up steps first, then training steps: one axis
         self.stopping = False
@@ -95,8 +97,8 @@ class Run:
             "critic_updates": critic.updates if critic else 0,
         }
         facts |= {"feed": self.feed.state(), "baselines": self.baselines, "results": self.results}
-        if self.parts.process:
-            facts["process"] = self.parts.process.state()
+        if self.process:
+            facts["process"] = self.process.state()
         past = self.parts.selves.state() if self.parts.selves else {}
         facts["past"] = self.parts.selves.versions if self.parts.selves else []
         with self.clock.part("checkpoint"):
@@ -181,6 +183,14 @@ def story(run: Run, *chapters: Callable[[Run], None]) -> int:
 # ====================================================================== a place to work, and a place to go on from
 
 
+def process_of(config: ConfigDict, workdir: Path, parts: Parts) -> Process | None:
+    """What teaches a process reward model, if there is one: the run's rollouts, and turns with values in `labels.jsonl`."""
+    if parts.critic is None or not parts.algorithm.process:
+        return None
+    labels = workdir / "labels.jsonl"
+    return Process(config.seed, read_labels(labels, config.learner.row_tokens) if labels.exists() else ())
+
+
 def prepare(config: ConfigDict, workdir: Path) -> None:
     """Makes the workdir, or checks that the one that is there belongs to this config."""
     workdir.mkdir(parents=True, exist_ok=True)
@@ -220,8 +230,8 @@ def resume(run: Run) -> None:
         if run.parts.critic and critics:
             state = {name.removeprefix("critic_"): trees[name] for name in critics}
             run.parts.critic.restore(state, facts["critic_updates"])
-        if run.parts.process:
-            run.parts.process.restore(facts["process"])
+        if run.process:
+            run.process.restore(facts["process"])
         if run.parts.selves and facts["past"]:
             run.parts.selves.restore(run.checkpoints.trees(latest, run.parts.selves.like(facts["past"])))
         if facts["step"] == warmup:  # what was saved are the moments of the warm-up
@@ -361,9 +371,9 @@ def update(run: Run, groups: Sequence[Group], step: int) -> dict[str, float]:
 
 
 def searched(run: Run, turn: int, count: int) -> list[Batch]:
-    """What a process reward model is taught in a minibatch besides the rollouts: as many rows of `critic.labels` as groups."""
+    """What a process reward model is taught in a minibatch besides the rollouts: as many rows of `labels.jsonl` as groups."""
     o = run.parts.learner.options
-    rows = run.parts.process.rows(turn, count) if run.parts.process else []
+    rows = run.process.rows(turn, count) if run.process else []
     return pack(rows, batch_rows=o.batch_rows, row_tokens=o.row_tokens)
 
 
@@ -386,7 +396,7 @@ def credited(run: Run, groups: Sequence[Group]) -> tuple[list[list[Credit]], dic
 
     kl = by_row(distance) if algorithm.kl_in_reward else {}
     said = by_row(critic.score) if critic else {}
-    told = run.parts.process.pay(groups, said, algorithm.gamma) if run.parts.process else {}
+    told = run.process.pay(groups, said, algorithm.gamma) if run.process else {}
     credits = assign(
         groups,
         algorithm,
@@ -396,8 +406,8 @@ def credited(run: Run, groups: Sequence[Group]) -> tuple[list[list[Credit]], dic
     )
     every = [credit for of_group in credits for credit in of_group]
     metrics = told | credit_metrics(every, algorithm)
-    if run.parts.process:
-        metrics |= run.parts.process.teach(groups, every, algorithm.gamma)
+    if run.process:
+        metrics |= run.process.teach(groups, every, algorithm.gamma)
     if kl:
         metrics["policy/kl_reference"] = sum(float(x.sum()) for x in kl.values()) / sum(sum(t.mask) for t in trajectories)
     return credits, metrics

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from test_train_algorithms import cut, trained
 
-from jaxagent import config as configs
 from jaxagent.algos.table import TABLE
 from jaxagent.chat.plain import EOS, TURN, USER
 from jaxagent.credit import assign, rows_of
@@ -212,20 +211,15 @@ def test_a_line_that_says_something_else_is_named(change: dict[str, object], fau
         read_labels(written(tmp_path, good), 8)
 
 
-def test_labels_do_nothing_beside_an_algorithm_without_the_model() -> None:
-    spec = str(Path(__file__).parents[1] / "configs" / "maze.py")
-    _, faults = configs.load(spec, ["algo.name=ppo", "critic.labels=x.jsonl"])
-    assert faults == ["critic.labels=x.jsonl does nothing: ppo has no process reward model"]
-    assert configs.load(spec, ["algo.name=agent_prm", "critic.labels=x.jsonl", "critic.lr=0.1"])[1] == []
-
-
 # ====================================================================== a whole run
 
 
 def test_a_run_teaches_the_model_pays_its_potentials_and_resumes(tmp_path: Path) -> None:
     row = rollout(0, ("s", "a", 0.0), ("s2", "b", 1.0))
+    (tmp_path / "whole").mkdir()
     labels = written(tmp_path, {"trajectory": row.to_json(), "turn": 0, "q": 0.75, "visits": 5})
-    given = ("algo.name=agent_prm", "critic.lr=0.01", f"critic.labels={labels}")
+    Path(labels).rename(tmp_path / "whole" / "labels.jsonl")
+    given = ("algo.name=agent_prm", "critic.lr=0.01")
     records = trained(tmp_path / "whole", *given)
     assert records[0]["process/potential_mean"] == pytest.approx(0.5)  # it knows nothing yet
     assert records[0]["process/potential_std"] == pytest.approx(0.0, abs=1e-6)
