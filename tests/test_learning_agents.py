@@ -186,7 +186,7 @@ class Errand(Lone):
         return Step([Message("user", "go")])
 
 
-def errands(seed: int, turns: Sequence[str | Sequence[int]], *, shaped: bool, steps: int = 40) -> tuple[list[float], Table]:
+def errands(seed: int, turns: Sequence[str | Sequence[int]], *, shaped: bool, steps: int = 60) -> tuple[list[float], Table]:
     policy = Table(turns, lambda text: str(text.count("<eos>")), seed)
     shaping = Shaping(progressive=(0.3, 0.7, 1.0))
     curve = []
