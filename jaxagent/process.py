@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxagent.credit import Credit
+from jaxagent.credit import Credit, counted
 from jaxagent.data.pack import Row
 from jaxagent.data.tasks import examples_at, numbered
 from jaxagent.rewards.shaping import settle
@@ -158,8 +158,7 @@ def _key(row: Trajectory, *same: object) -> str:
 
 
 def _counting(groups: Sequence[Group]) -> list[list[Trajectory]]:
-    rollouts = [segments for group in groups for segments in by_rollout(group.trajectories)]
-    return [segments for segments in rollouts if segments[0].stop.counts and any(any(row.mask) for row in segments)]
+    return by_rollout(counted(groups))
 
 
 def _turns(segments: Sequence[Trajectory]) -> list[Turn]:
