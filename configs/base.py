@@ -93,7 +93,6 @@ def get_config(arg: str = "") -> ConfigDict:
     c.critic = ConfigDict()  # of the algorithms that have one
     c.critic.lr = 1e-5  # peak; ten times a policy's is usual
     c.critic.warmup_steps = 0  # training steps before the policy moves
-    c.critic.labels = ""  # of a process reward model: JSONL of turns with values besides those of the run's own rollouts
 
     c.engine = ConfigDict()
     c.engine.slots = 32  # trajectories resident at once, per replica

@@ -11,7 +11,7 @@ def get_config(arg: str = "") -> ConfigDict:
     """Args: arg: "runlocal" gives a run of seconds that touches every part."""
     c = base()
     c.env.name = "kuhn"
-    c.env.options = ConfigDict({"rules": False, "past": 0.25, "past_every": 5, "past_keep": 8})
+    c.env.options = ConfigDict({"rules": False, "past": 0.25, "past_every": 5})
 
     c.model.width, c.model.layers, c.model.heads, c.model.ffn_width = 64, 2, 2, 128
     c.model.tied_head = False

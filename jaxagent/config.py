@@ -318,7 +318,6 @@ def _inert(c: ConfigDict) -> Iterator[tuple[str, str]]:
             "feed.max_staleness is 0: nothing is in flight when weights are published",
         ),
         "critic.": (row is not None and not row.has_critic, f"{c.algo.name} has no critic"),
-        "critic.labels": (row is not None and not row.process, f"{c.algo.name} has no process reward model"),
         "finetune.": (not mode, "finetune.mode is empty"),
         "finetune.threshold": (mode in ("sft", "dpo"), f"finetune.mode={mode} chooses by no threshold"),
         "finetune.rounds": (mode == "sft", "a file is learnt from in one round"),

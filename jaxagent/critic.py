@@ -25,12 +25,10 @@ class CriticOptions:
     Args:
         lr: its peak rate; it falls with the policy's.
         warmup_steps: training steps before the policy moves.
-        labels: JSONL file of turns with values, as process.read_labels takes it, for process reward models; empty for none.
     """
 
     lr: float = 1e-5
     warmup_steps: int = 0
-    labels: str = ""
 
     def __post_init__(self) -> None:
         if not self.lr > 0:

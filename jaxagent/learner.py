@@ -125,9 +125,11 @@ class Learner:
         options: LearnerOptions,
         objective: PolicyObjective | ValueObjective | None = None,
     ):
-        """Args:
-        params: or their shapes only; such a learner holds no arrays, and its programs can be lowered but not run.
-        objective: what is made smaller; by default what the decoder's head is for.
+        """Makes the programs of a step.
+
+        Args:
+            params: or their shapes only; such a learner holds no arrays, and its programs can be lowered but not run.
+            objective: what is made smaller; by default what the decoder's head is for.
         """
         self.config, self.mesh, self.algorithm, self.options = config, mesh, algorithm, options
         self.objective = objective or (ValueObjective(algorithm) if config.value_head else PolicyObjective(algorithm))

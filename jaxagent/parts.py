@@ -42,7 +42,6 @@ from jaxagent.models import peft
 from jaxagent.models.adapters import fresh_adapters, is_adapter, lora_spec, merged
 from jaxagent.models.transformer import Decoder, DecoderConfig, Params, logical_axes, params_of
 from jaxagent.objective import ProcessObjective
-from jaxagent.process import Process, read_labels
 from jaxagent.programs import Programs
 from jaxagent.rewards.shaping import Shaping
 from jaxagent.rollout import RolloutOptions, Rollouts
@@ -267,7 +266,6 @@ class Learning:
     algorithm: Algorithm
     learner: Learner
     critic: Learner | None
-    process: Process | None  # of algorithms with a process reward model, which is then the critic
     selves: Selves | None  # earlier versions of the policy, where the world plays with them
 
 
@@ -321,7 +319,6 @@ def build(config: ConfigDict, log: Path | None = None, *, with_critic: bool = Tr
     algorithm = choose(**config.algo)
     mesh, hosts = DeviceMesh.build(**{axis: config.mesh[axis] for axis in AXES}), here()
     check_hosts(config, algorithm, world, mesh, hosts)
-    process = process_of(config, algorithm) if with_critic else None
     template, decoder = policy_shape(config)
     learner_options = LearnerOptions(**config.learner, temperature=config.sampling.temperature)
     trained_of(decoder, learner_options)  # its complaint about a pattern comes before the weights are read
@@ -351,14 +348,7 @@ def build(config: ConfigDict, log: Path | None = None, *, with_critic: bool = Tr
             agent = Programs(Slots(template, engines, engine_options.slots * len(engines.engines)), limits)
         rollouts = Rollouts(world, agent, sandbox.client, config.seed, RolloutOptions(**config.rollout))
         undo.pop_all()
-    return Parts(world, template, decoder, algorithm, learner, critic, process, selves, engines, rollouts, sandbox, hosts)
-
-
-def process_of(config: ConfigDict, algorithm: Algorithm) -> Process | None:
-    """Raises ValueError where critic.labels holds something else."""
-    labels = config.critic.labels
-    searched = read_labels(labels, config.learner.row_tokens) if labels else ()
-    return Process(config.seed, searched) if algorithm.process else None
+    return Parts(world, template, decoder, algorithm, learner, critic, selves, engines, rollouts, sandbox, hosts)
 
 
 def check_hosts(config: ConfigDict, algorithm: Algorithm, world: envs.World, mesh: DeviceMesh, hosts: Hosts) -> None:
@@ -400,7 +390,7 @@ def learning(config: ConfigDict) -> Learning:
     options = LearnerOptions(**config.learner, temperature=config.sampling.temperature)
     learner = Learner(decoder, start_weights(config, decoder, mesh), mesh, algorithm, options)
     critic = critic_beside(learner, algorithm)
-    return Learning(world, template, decoder, algorithm, learner, critic, process_of(config, algorithm), None)
+    return Learning(world, template, decoder, algorithm, learner, critic, selves=None)
 
 
 def critic_beside(learner: Learner, algorithm: Algorithm) -> Learner | None:

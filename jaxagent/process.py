@@ -3,7 +3,7 @@
 The model is a critic with another objective (objective.ProcessObjective): it has read a turn to its end and says how likely the
 episode ends well. What it is taught are Monte-Carlo values of turns (Math-Shepherd, arXiv:2312.08935; of an agent's turns:
 AgentPRM, arXiv:2502.10325): the mean return of all visits to the same turn in the same state, over rollouts and steps; and
-values that a tree search has written to a file.
+values that a tree search has written to `labels.jsonl` in the workdir.
 
 Its word s is no reward by itself, or many hopeful turns would be worth more than an answer. Turn k gets a difference
 
@@ -20,11 +20,12 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from jaxagent.credit import Credit
+from jaxagent.credit import Credit, counted
 from jaxagent.data.pack import Row
 from jaxagent.data.tasks import examples_at, numbered
 from jaxagent.rewards.shaping import settle
@@ -113,7 +114,8 @@ class Process:
         """`learn`, written where the training rows are made from."""
         found, metrics = self.learn(groups, gamma)
         for credit in credits:
-            credit.target, credit.judged = found[id(credit.row)]
+            nothing = np.zeros(len(credit.row.tokens), np.float32)  # of a segment in which nothing was sampled
+            credit.target, credit.judged = found.get(id(credit.row), (nothing, nothing))
         return metrics
 
     def rows(self, turn: int, count: int) -> list[Row]:
@@ -156,8 +158,7 @@ def _key(row: Trajectory, *same: object) -> str:
 
 
 def _counting(groups: Sequence[Group]) -> list[list[Trajectory]]:
-    rollouts = [segments for group in groups for segments in by_rollout(group.trajectories)]
-    return [segments for segments in rollouts if segments[0].stop.counts and any(any(row.mask) for row in segments)]
+    return by_rollout(counted(groups))
 
 
 def _turns(segments: Sequence[Trajectory]) -> list[Turn]:
@@ -175,40 +176,43 @@ def _sigmoid(x: np.ndarray) -> np.ndarray:
     return 0.5 * (1.0 + np.tanh(0.5 * x))
 
 
-def read_labels(path: str, longest: int) -> list[Row]:
+def read_labels(path: str | Path, longest: int) -> list[Row]:
     """Rows with values of turns from a JSONL file, as a tree search writes them: one turn a line.
 
-        {"trajectory": {...}, "turn": 2, "q": 0.75, "visits": 8}
+        {"trajectory": "train/3#0", "tokens": [...], "q": 0.75, "visits": 8}
 
-    `trajectory` is a row as runs store them, `turn` counts its turns from 0, `q` in [0, 1] is the mean return of `visits`
-    episodes that went on from the end of that turn. Lines of the same row become one. A value weighs what its visits weigh.
+    `tokens` are all of a trajectory up to and with the turn, `q` in [0, 1] is the mean return of `visits` episodes that went
+    on from there. Lines of the same trajectory become one row. A value weighs what its visits weigh.
 
     Args:
         longest: tokens of a training row.
 
     Raises ValueError naming file and line.
     """
-    rows: dict[tuple[int, ...], tuple[Trajectory, dict[int, tuple[float, float]]]] = {}
-    for number, record in numbered(path, ("trajectory", "turn", "q", "visits")):
+    turns: dict[str, list[tuple[list[int], float, float]]] = {}
+    for number, record in numbered(path, ("trajectory", "tokens", "q", "visits")):
         where = f"{path}, line {number}"
         try:
-            row = Trajectory.from_json(record["trajectory"])
-            turn, q, visits = int(record["turn"]), float(record["q"]), float(record["visits"])
-        except (TypeError, KeyError, ValueError) as error:
-            raise ValueError(f"{where}: not a trajectory as runs store them with numbers turn, q and visits: {error}") from None
-        if not 0 <= turn < len(row.turns):
-            raise ValueError(f"{where}: turn {turn} of a trajectory of {len(row.turns)} turns; they count from 0")
-        if not (0 <= q <= 1 and visits > 0):
-            raise ValueError(f"{where}: q must be in [0, 1] and visits above 0, got q={q:g} and visits={visits:g}")
-        if len(row.tokens) > longest:
-            raise ValueError(f"{where}: {len(row.tokens)} tokens do not fit a training row of learner.row_tokens={longest}")
-        rows.setdefault(tuple(row.tokens), (row, {}))[1][row.turns[turn].end - 1] = q, visits
-    return [_labelled(row, at) for row, at in rows.values()]
+            tokens, q, visits = [int(token) for token in record["tokens"]], float(record["q"]), float(record["visits"])
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{where}: tokens must be a list of ids, q and visits numbers: {error}") from None
+        if not (0 <= q <= 1 and visits > 0 and tokens):
+            raise ValueError(
+                f"{where}: q must be in [0, 1], visits above 0 and tokens some, got {q:g}, {visits:g}, {len(tokens)}"
+            )
+        if len(tokens) > longest:
+            raise ValueError(f"{where}: {len(tokens)} tokens do not fit a training row of learner.row_tokens={longest}")
+        known = turns.setdefault(str(record["trajectory"]), [])
+        if any(was[: len(tokens)] != tokens[: len(was)] for was, _, _ in known):
+            raise ValueError(f"{where}: these tokens do not go on from, or towards, other lines of {record['trajectory']}")
+        known.append((tokens, q, visits))
+    return [_labelled(known) for known in turns.values()]
 
 
-def _labelled(row: Trajectory, at: dict[int, tuple[float, float]]) -> Row:
-    nothing = [0.0] * len(row.tokens)
+def _labelled(turns: Sequence[tuple[list[int], float, float]]) -> Row:
+    tokens = max((tokens for tokens, _, _ in turns), key=len)
+    nothing = [0.0] * len(tokens)
     target, weight = nothing[:], nothing[:]
-    for place, pair in at.items():
-        target[place], weight[place] = pair
-    return Row(row.tokens, row.mask, nothing, nothing, nothing, nothing, target=target, judged=weight)
+    for turn, q, visits in turns:
+        target[len(turn) - 1], weight[len(turn) - 1] = q, visits
+    return Row(tokens, [False] * len(tokens), nothing, nothing, nothing, nothing, target=target, judged=weight)

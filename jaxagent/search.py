@@ -227,7 +227,10 @@ def turn_labels(tree: Tree) -> list[tuple[Trajectory, int, float, int]]:
 
 
 def label_records(tree: Tree) -> list[dict[str, Any]]:
-    """`turn_labels` as JSON objects. `tokens` are all up to and with the turn, which begins at `start`."""
+    """`turn_labels` as JSON objects, for process.read_labels.
+
+    `tokens` are all up to and with the turn, which begins at `start`; `q` is clipped to [0, 1].
+    """
     return [
         {
             "trajectory": f"{row.group}#{row.rollout}",
@@ -235,7 +238,7 @@ def label_records(tree: Tree) -> list[dict[str, Any]]:
             "turn": turn,
             "start": row.turns[turn].start,
             "tokens": row.tokens[: row.turns[turn].end],
-            "q": q,
+            "q": min(1.0, max(0.0, q)),
             "visits": visits,
         }
         for row, turn, q, visits in turn_labels(tree)

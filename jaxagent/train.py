@@ -36,6 +36,7 @@ from jaxagent.journal import Journal
 from jaxagent.learner import OptimizerOptions
 from jaxagent.metrics import Clock, Mean, Metrics, peak_bytes, read
 from jaxagent.parts import Learning, Parts, build, faults, shaping_within, use_devices
+from jaxagent.process import Process, read_labels
 from jaxagent.progress import Progress
 from jaxagent.rewards.shaping import components
 from jaxagent.types import Group, Sampling, Trajectory
@@ -72,6 +73,7 @@ class Course:
         self.store = Store(workdir / "trajectories" / self.own)
         self.checkpoints = Checkpoints(workdir / "checkpoints", config.checkpoint.keep)
         self.shaping = shaping_within(config)(**config.reward)
+        self.process = process_of(config, workdir, parts)
         self.baselines: dict[str, float] = {}  # moving means of the roles' returns, for algorithms that have them
         self.step = 0  # warm-up steps first, then training steps: one axis
 
@@ -112,8 +114,8 @@ class Run(Course):
             "critic_updates": critic.updates if critic else 0,
         }
         facts |= {"feed": self.feed.state(), "baselines": self.baselines, "results": self.results}
-        if self.parts.process:
-            facts["process"] = self.parts.process.state()
+        if self.process:
+            facts["process"] = self.process.state()
         past = self.parts.selves.state() if self.parts.selves else {}
         facts["past"] = self.parts.selves.versions if self.parts.selves else []
         with self.clock.part("checkpoint"):
@@ -225,6 +227,14 @@ def story(run: Run, *chapters: Callable[[Run], None]) -> int:
 # ====================================================================== a place to work, and a place to go on from
 
 
+def process_of(config: ConfigDict, workdir: Path, parts: Learning) -> Process | None:
+    """What teaches a process reward model, if there is one: the run's rollouts, and turns with values in `labels/`."""
+    if parts.critic is None or not parts.algorithm.process:
+        return None
+    labels = sorted((workdir / "labels").glob("*.jsonl"))
+    return Process(config.seed, [row for path in labels for row in read_labels(path, config.learner.row_tokens)])
+
+
 def prepare(config: ConfigDict, workdir: Path) -> None:
     """Makes the workdir, or checks that the one that is there belongs to this config."""
     if re.match(r"[a-z0-9]+:/", str(workdir)):
@@ -288,8 +298,8 @@ def restore(run: Course, at: int) -> dict[str, Any]:
     if run.parts.critic and critics:
         state = {name.removeprefix("critic_"): trees[name] for name in critics}
         run.parts.critic.restore(state, facts["critic_updates"])
-    if run.parts.process:
-        run.parts.process.restore(facts["process"])
+    if run.process:
+        run.process.restore(facts["process"])
     if facts["step"] == warmup:  # what was saved are the moments of the warm-up
         begin_training(run)
     run.baselines = facts["baselines"]
@@ -399,7 +409,7 @@ def next_update(course: Course, step: int, engines: Replicas) -> Update:
     moves = parts.critic is None or step >= c.critic.warmup_steps
     options = UpdateOptions(c.train.minibatches, c.train.old_logprob, ordered=c.engine.exact, policy_moves=moves)
     draw: dict[str, Any] = {"place": (c.seed, step), "baselines": course.baselines, "hosts": course.hosts}
-    return Update(parts.learner, parts.critic, engines, options, process=parts.process, **draw)
+    return Update(parts.learner, parts.critic, engines, options, process=course.process, **draw)
 
 
 def shaper(run: Course, progress: float) -> Callable[[Group], None] | None:

@@ -19,6 +19,7 @@ from jaxagent.credit import (
     credit_metrics,
     group_metrics,
     plain_rows,
+    role_metrics,
     rows_of,
     sampling_metrics,
     training_rows,
@@ -398,3 +399,17 @@ def test_rows_without_credit_are_their_tokens_only() -> None:
     (plain,) = plain_rows([row(0, [1.0])])
     assert (list(plain.tokens), plain.advantage, plain.weight) == ([1, 2, 2], [0.0] * 3, [0.0] * 3)
     assert rows_of([]) == ([], 0.0)
+
+
+def test_the_metrics_of_several_roles_by_hand() -> None:
+    assert role_metrics([group("a", row(0, [1.0]), row(1, [0.0]))]) == {}
+    first, second, others = row(0, [1.0]), row(1, [-1.0]), row(0, [-1.0])
+    first.role, second.role, others.role = "first", "second", "second"
+    first.group = others.group = "a"
+    second.group = "b"
+    games = [Group("a", [first], [others]), Group("b", [second])]
+    assert role_metrics(games) == {
+        "reward/role_first": 1.0,
+        "reward/role_second": -1.0,
+        "reward/success_against_past": 1.0,
+    }

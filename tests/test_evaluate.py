@@ -151,3 +151,14 @@ def test_the_segments_of_a_rollout_are_counted_once_with_all_their_turns() -> No
     for segment in (first, second):
         segment.stop = BROKEN
     assert summarise([[first, second, other]], 2)["broken"] == 1
+
+
+def test_several_roles_are_told_apart() -> None:
+    rows = [row(1.0), row(-1.0), row(1.0), row(2.0)]
+    for played, role in zip(rows, ("first", "second", "first", "second"), strict=True):
+        played.role = role
+    table = summarise([rows[:2], rows[2:]], k=1)
+    assert table["by_role"] == {
+        "first": {"success": 1.0, "reward": 1.0, "n": 2},
+        "second": {"success": 0.5, "reward": 0.5, "n": 2},
+    }

@@ -15,7 +15,7 @@ from test_rollout import PLAIN, SAMPLING, drawing, facts, many_tasks, rows_of
 from jaxagent.agent import Agent, Limits
 from jaxagent.config import load
 from jaxagent.envs.chain import Chain
-from jaxagent.parts import Sandbox
+from jaxagent.parts import Sandbox, build
 from jaxagent.rollout import RolloutOptions, Rollouts
 from sandbox_client import EmbeddedServer
 
@@ -118,3 +118,9 @@ def test_a_fleet_that_cannot_serve_the_world_is_told_before_anything_runs(tmp_pa
     with pytest.raises(ValueError, match=r"sandbox\.url=") as error:
         Sandbox(section(f"url={path}"), Chain(), None)
     assert what in str(error.value)
+
+
+def test_episodes_whose_seats_could_wait_for_each_other_for_ever_are_refused() -> None:
+    spec = str(Path(__file__).parents[1] / "configs" / "kuhn.py")
+    with pytest.raises(ValueError, match=r"Set rollout\.concurrency to 16 or less, engine\.slots to 64, or engine\.offload"):
+        build(load(spec, ["rollout.concurrency=32"])[0])

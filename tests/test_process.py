@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from test_train_algorithms import cut, trained
 
-from jaxagent import config as configs
 from jaxagent.algos.table import TABLE
 from jaxagent.chat.plain import EOS, TURN, USER
 from jaxagent.credit import assign, rows_of
@@ -177,14 +176,15 @@ def written(tmp_path: Path, *lines: dict[str, object]) -> str:
     return str(path)
 
 
+def turn_of(row: Trajectory, turn: int, q: float, visits: float) -> dict[str, object]:
+    """A line of a file of labels."""
+    name = f"{row.group}#{row.rollout}"
+    return {"trajectory": name, "tokens": row.tokens[: row.turns[turn].end], "q": q, "visits": visits}
+
+
 def test_a_file_of_searched_turns_becomes_rows_that_weigh_their_visits(tmp_path: Path) -> None:
     one, other = rollout(0, ("s", "a", 0.0), ("s2", "b", 1.0)), rollout(1, ("s", "c", 0.0))
-    lines = [
-        {"trajectory": one.to_json(), "turn": 0, "q": 0.75, "visits": 8},
-        {"trajectory": other.to_json(), "turn": 0, "q": 0.25, "visits": 4},
-        {"trajectory": one.to_json(), "turn": 1, "q": 1, "visits": 2},
-    ]
-    rows = read_labels(written(tmp_path, *lines), 16)
+    rows = read_labels(written(tmp_path, turn_of(one, 0, 0.75, 8), turn_of(other, 0, 0.25, 4), turn_of(one, 1, 1, 2)), 16)
     assert [(np.flatnonzero(row.judged).tolist(), row.tokens) for row in rows] == [([4, 9], one.tokens), ([4], other.tokens)]
     assert [rows[0].target[i] for i in (4, 9)] == [0.75, 1.0]
     assert [rows[0].judged[i] for i in (4, 9)] == [8.0, 2.0]
@@ -197,26 +197,19 @@ def test_a_file_of_searched_turns_becomes_rows_that_weigh_their_visits(tmp_path:
 @pytest.mark.parametrize(
     ("change", "fault"),
     [
-        ({"turn": 2}, "turn 2 of a trajectory of 2 turns"),
+        ({"tokens": []}, "tokens some"),
         ({"q": 1.5}, "q must be in"),
         ({"visits": 0}, "visits above 0"),
-        ({"q": "high"}, "not a trajectory as runs store them with numbers"),
-        ({"trajectory": {"tokens": [1]}}, "not a trajectory as runs store them"),
+        ({"q": "high"}, "q and visits numbers"),
+        ({"tokens": [99, 98]}, "do not go on from"),
     ],
 )
 def test_a_line_that_says_something_else_is_named(change: dict[str, object], fault: str, tmp_path: Path) -> None:
-    good = {"trajectory": rollout(0, ("s", "a", 0.0), ("s2", "b", 1.0)).to_json(), "turn": 0, "q": 0.5, "visits": 1}
+    good = turn_of(rollout(0, ("s", "a", 0.0), ("s2", "b", 1.0)), 1, 0.5, 1)
     with pytest.raises(ValueError, match=rf"searched\.jsonl, line 2: .*{fault}"):
         read_labels(written(tmp_path, good, {**good, **change}), 16)
     with pytest.raises(ValueError, match=r"line 1: 10 tokens do not fit a training row of learner\.row_tokens=8"):
         read_labels(written(tmp_path, good), 8)
-
-
-def test_labels_do_nothing_beside_an_algorithm_without_the_model() -> None:
-    spec = str(Path(__file__).parents[1] / "configs" / "maze.py")
-    _, faults = configs.load(spec, ["algo.name=ppo", "critic.labels=x.jsonl"])
-    assert faults == ["critic.labels=x.jsonl does nothing: ppo has no process reward model"]
-    assert configs.load(spec, ["algo.name=agent_prm", "critic.labels=x.jsonl", "critic.lr=0.1"])[1] == []
 
 
 # ====================================================================== a whole run
@@ -224,8 +217,9 @@ def test_labels_do_nothing_beside_an_algorithm_without_the_model() -> None:
 
 def test_a_run_teaches_the_model_pays_its_potentials_and_resumes(tmp_path: Path) -> None:
     row = rollout(0, ("s", "a", 0.0), ("s2", "b", 1.0))
-    labels = written(tmp_path, {"trajectory": row.to_json(), "turn": 0, "q": 0.75, "visits": 5})
-    given = ("algo.name=agent_prm", "critic.lr=0.01", f"critic.labels={labels}")
+    (tmp_path / "whole" / "labels").mkdir(parents=True)
+    Path(written(tmp_path, turn_of(row, 0, 0.75, 5))).rename(tmp_path / "whole" / "labels" / "search.jsonl")
+    given = ("algo.name=agent_prm", "critic.lr=0.01")
     records = trained(tmp_path / "whole", *given)
     assert records[0]["process/potential_mean"] == pytest.approx(0.5)  # it knows nothing yet
     assert records[0]["process/potential_std"] == pytest.approx(0.0, abs=1e-6)

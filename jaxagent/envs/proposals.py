@@ -72,7 +72,7 @@ class Proposals:
         if split in ("train", "demo"):
             return {**task, "examples": [self.draw(rng) for _ in range(2)]}
         given = self.draw(rng)
-        return {**task, "given": given, "difficulty": f"{evaluate(given).operations} operations"}
+        return {**task, "given": given, "difficulty": f"operations: {evaluate(given).operations}"}
 
     def draw(self, rng: random.Random) -> str:
         """A sum that passes the gate."""

@@ -76,7 +76,8 @@ def trajectory(group: str, stop: StopReason = StopReason.ANSWERED) -> Trajectory
 
 
 def test_a_stored_trajectory_keeps_its_tokens_as_they_were_sampled(tmp_path: Path) -> None:
-    rows = [trajectory("a"), trajectory("a", StopReason.INFRA_FAILURE), trajectory("b")]
+    rows = [trajectory("a"), trajectory("a", StopReason.INFRA_FAILURE), trajectory("b"), trajectory("b")]
+    rows[-1].past = True  # what an earlier version played is nobody's example
     Store(tmp_path).write("train-000001", rows)
     Store(tmp_path).write("train-000002", [trajectory("c")])
     Store(tmp_path).write("after", [trajectory("held out")])
