@@ -259,6 +259,7 @@ def test_a_killed_process_ends_the_other_with_a_reason_and_a_restart_goes_on_wit
     while not (workdir / "checkpoints" / "3").is_dir() and time.monotonic() < deadline:
         time.sleep(0.1)
     processes[1].send_signal(signal.SIGKILL)
+    processes[1].wait()
     killed = time.monotonic()
     assert processes[0].wait(PATIENCE_S) != 0
     assert time.monotonic() - killed < 60

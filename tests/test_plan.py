@@ -50,7 +50,7 @@ def test_what_shapes_tell_is_what_xla_counts_and_temporaries_are_of_their_size(r
     there = held["weights"] + held["gradient sum"]
     assert there < gradient.argument_size_in_bytes < 1.01 * there + batch
     assert 0.5 < told["temporary_bytes"]["gradient"] / gradient.temp_size_in_bytes < 2
-    decode = run.engine.lower()["decode"].compile().memory_analysis()
+    decode = run.engine.lower()["decode"].compile({"xla_backend_optimization_level": 0}).memory_analysis()
     there = held["sampler copy"] + held["key-value cache"] + held["rows"]
     assert abs(decode.argument_size_in_bytes / there - 1) < 0.02
 
