@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +20,8 @@ class Checkpoints:
 
     def __init__(self, folder: Path, keep: int):
         options = ocp.CheckpointManagerOptions(max_to_keep=keep, enable_async_checkpointing=True)
-        self._manager = ocp.CheckpointManager(folder.absolute(), options=options)
+        self._folder = folder.absolute()
+        self._manager = ocp.CheckpointManager(self._folder, options=options)
 
     def latest(self) -> int | None:
         return self._manager.latest_step()
@@ -26,7 +32,8 @@ class Checkpoints:
     def save(self, step: int, trees: dict[str, Any], facts: dict[str, Any]) -> None:
         """Saves named trees of arrays and a JSON object under `step`, in the background."""
         items = {name: ocp.args.StandardSave(tree) for name, tree in trees.items()}
-        self._manager.save(step, args=ocp.args.Composite(**items, facts=ocp.args.JsonSave(facts)))
+        with self._told():
+            self._manager.save(step, args=ocp.args.Composite(**items, facts=ocp.args.JsonSave(facts)))
 
     def facts(self, step: int) -> dict[str, Any]:
         """The JSON object of a checkpoint, without its arrays."""
@@ -39,10 +46,28 @@ class Checkpoints:
         return {name: restored[name] for name in like}
 
     def wait(self) -> None:
-        self._manager.wait_until_finished()
+        with self._told():
+            self._manager.wait_until_finished()
 
     def close(self) -> None:
-        self._manager.close()
+        """Ends the writing in the background. What it could not write was told by `save` or `wait`, or nobody asked for it."""
+        with contextlib.suppress(OSError), self._told():
+            self._manager.close()
+
+    def whole(self) -> int | None:
+        """The last step of which all is on disk, whatever has become of later saves."""
+        return max((int(path.name) for path in self._folder.glob("*") if path.name.isdecimal()), default=None)
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        """Has a fault of the disk, which arrives as words from a library, be the OSError that it is."""
+        try:
+            yield
+        except (ValueError, RuntimeError) as error:
+            if not (found := re.search(r"os_error_code='(\d+)'", str(error))):
+                raise
+            code = int(found[1])
+            raise OSError(code, os.strerror(code), str(self._folder)) from None
 
 
 def _abstract(x: jax.Array | np.ndarray) -> jax.ShapeDtypeStruct | np.ndarray:

@@ -133,7 +133,7 @@ class Run(Course):
 
     def unwritable(self, error: OSError) -> Broken:
         """What to tell of a workdir that cannot be written any more."""
-        saved = self.checkpoints.latest()
+        saved = self.checkpoints.whole()
         kept = "nothing was saved yet" if saved is None else f"the checkpoint of step {saved} is whole"
         where = error.filename or self.workdir
         return Broken(

@@ -121,6 +121,16 @@ def test_saved_arrays_may_be_donated_at_once(checkpoints: Checkpoints) -> None:
     np.testing.assert_array_equal(checkpoints.trees(1, {"params": moved})["params"]["x"], np.arange(1000.0))
 
 
+def test_the_last_whole_step_is_read_from_the_disk_not_from_what_was_asked_for(
+    checkpoints: Checkpoints, tmp_path: Path
+) -> None:
+    assert checkpoints.whole() is None
+    checkpoints.save(3, {"params": weights(tiny.mesh())}, FACTS)
+    checkpoints.wait()
+    (tmp_path / "checkpoints" / "6.orbax-checkpoint-tmp").mkdir()
+    assert checkpoints.whole() == 3
+
+
 def test_a_save_that_is_killed_leaves_the_one_before_loadable(tmp_path: Path) -> None:
     program = textwrap.dedent("""
         import sys

@@ -58,7 +58,7 @@ TINY = (
 BASE = f"{CONFIGS / 'base.py'}"
 SAVED = (6, 12, 18, 24, 26)
 # What may differ between two equal runs: times, and what depends on which request came first.
-CLOCKED = ("time/", "engine/", "sandbox/", "rollout/tool_latency_s", "rollout/retried", "rollout/seconds")
+CLOCKED = ("time/", "engine/", "sandbox/", "feed/streamed", "rollout/tool_latency_s", "rollout/retried", "rollout/seconds")
 PATIENCE_S = 240.0  # a hang fails by this; nothing is measured
 
 
