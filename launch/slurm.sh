@@ -18,9 +18,10 @@ while (($#)); do
 done
 (($#)) || { echo "nothing to train: ... -- --config=FILE --workdir=DIR" >&2; exit 2; }
 
-# JAX gives a task of SLURM one GPU unless it is told which it has.
+# JAX gives a task of SLURM one GPU unless it is told which it has. A host that exits, with 75 too, must not get the others killed
+# while they save; one that dies is noticed by the others, which then end by themselves.
 ids=$(seq -s, 0 $((gpus - 1)))
-train="JAX_LOCAL_DEVICE_IDS=$ids srun --kill-on-bad-exit=1 ${JAXAGENT:-jaxagent} train ${*@Q}"
+train="JAX_LOCAL_DEVICE_IDS=$ids srun --kill-on-bad-exit=0 ${JAXAGENT:-jaxagent} train ${*@Q}"
 script="$train; code=\$?; [ \$code -ne 75 ] || scontrol requeue \$SLURM_JOB_ID; exit \$code"
 "${run[@]}" sbatch --job-name=jaxagent "--nodes=$nodes" --ntasks-per-node=1 "--gpus-per-node=$gpus" --exclusive --requeue \
   --open-mode=append --signal=TERM@120 "${more[@]}" --wrap="$script"

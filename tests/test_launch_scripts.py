@@ -123,7 +123,7 @@ def test_slurm_gets_one_task_a_node_with_all_its_gpus_and_queues_again_what_was_
         options
     )
     job = wrap.removeprefix("--wrap=")
-    assert job.startswith("JAX_LOCAL_DEVICE_IDS=0,1 srun --kill-on-bad-exit=1") and trained(job) == TRAIN
+    assert job.startswith("JAX_LOCAL_DEVICE_IDS=0,1 srun --kill-on-bad-exit=0") and trained(job) == TRAIN
     for code, again in ((75, 1), (1, 0)):
         script = job.replace("srun", f"sh -c 'exit {code}' --", 1)
         before = len(fakes.calls)
