@@ -83,6 +83,7 @@ class Agent:
         """
         self.template, self.tools, self.sampler, self.limits, self.past = template, tools, sampler, limits, past
         self.constraint = template.constraint(tools) if constrain_calls and tools else None
+        self._playing: dict[int, dict[str, Seat]] = {}  # by the id of the list of an episode's rows
 
     def through(self, recorded: Callable[[Sampler], Sampler]) -> Agent:
         """The same agent with other samplers, made of its own."""
@@ -92,9 +93,8 @@ class Agent:
 
     def release(self, rows: Sequence[Trajectory]) -> None:
         """Lets go what samplers hold for the rows of an episode that is left behind."""
-        for row in rows:
-            for sampler in filter(None, (self.sampler, self.past)):
-                sampler.release(seat_name(row))
+        for seat in self._playing.get(id(rows), {}).values():
+            seat.sampler.release(seat.name)
 
     async def play(
         self,
@@ -112,7 +112,7 @@ class Agent:
 
         Raises what the environment or the sampler raises, or Diverged: `rollout.py` turns that into data.
         """
-        seats: dict[str, Seat] = {}
+        seats = self._playing[id(rows)] = dict[str, Seat]()
         try:
             rows[0].waiting = "environment"
             if stem and not resumed:
@@ -134,6 +134,7 @@ class Agent:
             for row in rows:
                 row.stop, row.error = stop, step.error
         finally:
+            del self._playing[id(rows)]
             for seat in seats.values():
                 seat.sampler.release(seat.name)
                 whole, outcome = sum(row.reward for row in seat.rows), sum(row.outcome for row in seat.rows)
@@ -196,7 +197,8 @@ class Agent:
             sampler = self.past if step.past else self.sampler
             if sampler is None:
                 raise ValueError(f"{step.agent} is to be an earlier version of the policy, but none is kept: see World.past")
-            seats[step.agent] = Seat([rows[-1]], sampler, seat_name(rows[-1]), (key[0], key[1] ^ number))
+            name = f"{first.group}#{first.rollout}.{first.attempts}/{step.agent}"
+            seats[step.agent] = Seat([rows[-1]], sampler, name, (key[0], key[1] ^ number))
         return seats[step.agent]
 
     def _told(self, seat: Seat, step: Step, rows: list[Trajectory], sampling: Sampling) -> StopReason | None:
@@ -233,7 +235,7 @@ class Agent:
         row.segment = number
         rows.append(row)
         seat.rows.append(row)
-        seat.name = seat_name(row)
+        seat.name = f"{seat.name.removesuffix(f'+{number - 1}')}+{number}"
         seat.held = 0
 
     async def _act(self, seat: Seat, env: Env, step: Step, sampling: Sampling) -> Step:
@@ -262,12 +264,6 @@ class Agent:
         rest = answer.reward - sum(answer.parts.values())
         turn.outcome = answer.parts.get("outcome", rest) if answer.parts else None
         return answer
-
-
-def seat_name(row: Trajectory) -> str:
-    """What the sampler knows a row by."""
-    seat = row.role + f"#{row.seat}" * bool(row.seat) + f"+{row.segment}" * bool(row.segment)
-    return f"{row.group}#{row.rollout}.{row.attempts}/{seat}"
 
 
 def _not_alone(stem: Stem, step: Step) -> Diverged:

@@ -149,7 +149,6 @@ def environment(port: int, index: int, devices: int = 2) -> dict[str, str]:
     return {**os.environ, **own, **(told if index >= 0 else {})}
 
 
-@pytest.mark.usefixtures("compiled_quickly")
 def test_two_processes_take_the_steps_of_one_and_each_has_its_own_copy_to_sample_from(tmp_path: Path) -> None:
     port = free_port()
     outs = [tmp_path / f"{i}.npz" for i in range(2)]

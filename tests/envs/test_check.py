@@ -30,7 +30,7 @@ def failed(findings: list[Finding]) -> dict[str, str]:
 
 
 def test_worlds_with_and_without_a_sandbox_keep_the_contract() -> None:
-    for world in (FrozenLake(), Maze(), Questions(str(CONFIGS / "arithmetic.jsonl"), reward="last_number", python=False)):
+    for world in (FrozenLake(), Maze(), Questions(str(CONFIGS / "arithmetic.jsonl"), reward="last_number", toolbox=())):
         findings = check(world)
         assert failed(findings) == {}
         assert len(findings) == 11
