@@ -407,7 +407,7 @@ def test_the_metrics_of_several_roles_by_hand() -> None:
     first.role, second.role, others.role = "first", "second", "second"
     first.group = others.group = "a"
     second.group = "b"
-    games = [Group("a", [first], [others]), Group("b", [second])]
+    games = [Group("a", [first], others=[others]), Group("b", [second])]
     assert role_metrics(games) == {
         "reward/role_first": 1.0,
         "reward/role_second": -1.0,

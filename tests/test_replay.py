@@ -43,10 +43,12 @@ def parts(whole: Path) -> Learning:
 
 def compared(workdir: Path, parts: Learning, step: int) -> list[Found]:
     config = configs.read(workdir / "config.json")
-    course = Course(config, workdir, replace(parts, algorithm=choose(**config.algo)))
+    algorithm, parts.learner.algorithm = parts.learner.algorithm, choose(**config.algo)
+    course = Course(config, workdir, replace(parts, algorithm=parts.learner.algorithm))
     try:
         return compare(course, step)
     finally:
+        parts.learner.algorithm = algorithm
         course.checkpoints.close()
 
 

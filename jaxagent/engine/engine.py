@@ -349,7 +349,7 @@ class Engine:
             self._stats.sampled += n
             end = end_of(row.tokens, len(row.tokens) - n, row.request, self.controls.pieces)
             if row.request.hear:
-                _tell(row.ticket[0], row.request.hear, row.tokens[:end])
+                tell(row.ticket[0], row.request.hear, row.tokens[:end])
             if end is not None or len(row.tokens) == row.request.sampling.max_tokens:
                 if row.request.sampling.stop_strings:  # the device knows nothing of them: it is told to stop
                     self._freeze(row)
