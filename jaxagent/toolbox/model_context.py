@@ -49,6 +49,7 @@ class Connection:
                 await self._done.wait()
         except Exception as error:  # groups of errors, from its own tasks
             if not ready.done():
+                self._ready = None  # the next call tries again
                 ready.set_exception(Unreachable(f"the MCP server {described(self._target)} did not open: {_inner(error)}"))
         finally:
             ready.cancel()  # if nobody has heard yet

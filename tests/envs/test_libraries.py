@@ -99,7 +99,7 @@ def test_an_answer_that_is_a_program_is_never_run(tmp_path: Path) -> None:
 def test_an_answer_that_would_fill_the_memory_or_is_too_large_a_number_is_wrong() -> None:
     world = made(reasoning_gym.make_world, tasks=("coin_flip",))
     task = world.task("train", 0)
-    for answer in ("1e9999999999", "1E9_999,999 999", "1e-99999999", "1e999", "9" * 500, "9" * 10**6):
+    for answer in ("1e9999999999", "1E9_999,999 999", "1e-99999999", "p is 1e9999999999", "1e999", "9" * 500, "9" * 10**6):
         assert played(world, task, [answer])[1].reward < 1
 
 

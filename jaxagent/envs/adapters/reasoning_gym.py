@@ -51,7 +51,8 @@ class World:
 
 def is_bounded(answer: str, right: str) -> bool:
     """Whether a scorer reads an answer in little time and memory: some write out every digit, after their own cleaning."""
-    return len(answer) <= max(_LONGEST, 4 * len(right)) and not _HUGE.search(re.sub(r"[\s,_]", "", answer.lower()))
+    forms = (re.sub(dropped, "", answer.lower()) for dropped in ("[,_]", r"[\s,_]"))
+    return len(answer) <= max(_LONGEST, 4 * len(right)) and not any(map(_HUGE.search, forms))
 
 
 def is_harmless(task: str, answer: str) -> bool:

@@ -249,7 +249,7 @@ def test_workers_end_with_a_parent_that_is_killed(tmp_path: Path) -> None:
         "print(*(place.call('step', action=a).result()['text'] for a in ('pid', 'spawn')), flush=True)\n"
         "import time; time.sleep(600)\n"
     )
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3]), "TMPDIR": str(tmp_path)}
     parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, env=environment)
     with parent:
         assert parent.stdout is not None
