@@ -15,7 +15,6 @@ import os
 import secrets
 import signal
 import stat
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -30,7 +29,7 @@ from jaxagent.door.session import Rules, Session, Slots
 from jaxagent.types import Message
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-RESPONSES = 1000  # answers of /v1/responses that `previous_response_id` finds
+RESPONSES = 1000  # answers of /v1/responses of a session that `previous_response_id` finds
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,6 @@ class Server:
         self.sessions: dict[str, Session] = {}
         self.open: Session | None = None  # of who brings no token
         self._busy = 0
-        self._told: OrderedDict[tuple[str, str], tuple[Message, ...]] = OrderedDict()
         app = web.Application(client_max_size=limits.body_bytes, middlewares=[self._guard])
         chat, claude = chat_completions, anthropic_messages
         dialects = {
@@ -147,10 +145,10 @@ class Server:
     def _read_response(self, raw: Any, session: Session) -> Ask:
         before: tuple[Message, ...] = ()
         if isinstance(raw, dict) and (name := raw.get("previous_response_id")):
-            if (session.name, str(name)) not in self._told:
+            if str(name) not in session.responses:
                 text = f"previous_response_id {name!r} is not known here"
                 raise Refused(text, status=404, param="previous_response_id", code="not_found")
-            before = self._told[session.name, str(name)]
+            before = session.responses[str(name)]
         return responses.read_response(raw, before)
 
     # ------------------------------------------------------------------ answers
@@ -219,9 +217,9 @@ class Server:
     def _keep(self, session: Session, ask: Ask, answers: Sequence[Answer], shape: Any) -> None:
         """Keeps an answer of /v1/responses with what it answers, for `previous_response_id`."""
         if isinstance(shape, responses.Responses):
-            self._told[session.name, str(shape.head["id"])] = (*ask.messages[ask.own :], answers[0].message)
-            while len(self._told) > RESPONSES:
-                self._told.popitem(last=False)
+            session.responses[str(shape.head["id"])] = (*ask.messages[ask.own :], answers[0].message)
+            while len(session.responses) > RESPONSES:
+                del session.responses[next(iter(session.responses))]
 
 
 def _ended_from_outside(fault: BaseException) -> bool:

@@ -27,7 +27,7 @@ from jaxagent.data.pack import pack
 from jaxagent.data.store import audit
 from jaxagent.door.session import Slots
 from jaxagent.envs.env import Ablated
-from jaxagent.envs.program import ProgramEpisode, ProgramFailed, ProgramWorld, last_object, outcome_of
+from jaxagent.envs.program import Door, ProgramEpisode, ProgramFailed, ProgramWorld, outcome_of, result_in
 from jaxagent.objective import PolicyObjective
 from jaxagent.programs import Programs
 from jaxagent.rollout import RolloutOptions, Rollouts
@@ -190,6 +190,9 @@ def test_what_tools_say_is_hidden_from_an_ablated_policy() -> None:
     assert TEMPLATE.text(sampler.requests[1].tokens) == "<result>..<turn>"
 
 
+WRITE = "import os, pathlib; pathlib.Path(os.environ['JAXAGENT_RESULT']).write_text('{\"reward\": 1}')"
+
+
 def played(world: ProgramWorld, *, turn: Message = Message("assistant", "52"), **options: Any) -> list[Trajectory]:  # noqa: B008
     programs = Programs(Slots(TEMPLATE, script(TEMPLATE, turn), 4), Limits(8, 300))
     rollouts = Rollouts(world, programs, lambda: None, 0, RolloutOptions(attempts=1, **options))
@@ -207,7 +210,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("installed")
-def test_a_command_plays_through_its_environment_and_its_last_line_counts() -> None:
+def test_a_command_plays_through_its_environment_and_what_it_writes_counts() -> None:
     rows = played(ProgramWorld(command=(sys.executable, str(LOOK_UP))))
     assert [(row.stop, row.error) for row in rows] == [(StopReason.ANSWERED, "")] * 2
     assert all(row.turns[0].reason.startswith("answered '52', right was") for row in rows)
@@ -224,8 +227,9 @@ def test_a_verifier_has_the_last_word() -> None:
     ("program", "words"),
     [
         ("import sys; sys.exit('no luck')", "ended with 1 and said no reward: no luck"),
-        ("print('done')", "ended with 0 and said no reward"),
-        ("print('{\"reward\": 1}')", "ended without asking the policy anything"),
+        ("print('{\"reward\": 1}')", "ended with 0 and said no reward"),  # it may be the policy's words that are printed
+        (f"{WRITE}; import sys; sys.exit('late')", "ended with 1: late"),
+        (WRITE, "ended without asking the policy anything"),
         ("import time; time.sleep(99)", "no end within 1 s"),
     ],
 )
@@ -296,8 +300,22 @@ def test_a_rollout_has_the_same_gradient_however_it_is_split(aggregate: str) -> 
     np.testing.assert_allclose(split, whole, rtol=1e-4, atol=1e-6)
 
 
-def test_the_words_of_programs_are_read_or_refused() -> None:
-    assert last_object('x\n{"reward": 1}\n[2]\n{oops\n') == {"reward": 1}
+def test_a_program_ends_when_it_does_whatever_it_leaves_running() -> None:
+    left = "import subprocess, sys; print(subprocess.Popen(['sleep', '600']).pid, flush=True)"
+    episode = ProgramEpisode(ProgramWorld(command=(sys.executable, "-c", f"{left}; {WRITE}")))
+    task = {"id": "x" * (1 << 20)}  # more than a pipe holds, and the program does not read it
+    episode.world.verifier = lambda task, said: {"reward": said["reward"], "reason": said["output"]}
+    outcome = asyncio.run(asyncio.wait_for(episode.run(task, Door("http://127.0.0.1:9", "k")), 30.0))
+    assert outcome.reward == 1.0
+    stat = Path(f"/proc/{outcome.reason.strip()}/stat")
+    assert not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+def test_the_words_of_programs_are_read_or_refused(tmp_path: Path) -> None:
+    for text, found in (('{"reward": 1}', {"reward": 1}), ("[2]", None), ("{oops", None), ("[" * 100_000, None), ("", None)):
+        (tmp_path / "result").write_text(text)
+        assert result_in(tmp_path / "result") == found
+    assert result_in(tmp_path / "nothing") is None
     assert outcome_of(0.5).reward == 0.5
     with pytest.raises(ProgramFailed, match="a number or"):
         outcome_of({"score": 1})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,11 @@ from scripted import ScriptedSampler, script
 from jaxagent import policy
 from jaxagent.__main__ import parser, serve_options
 from jaxagent.chat.plain import EOS, PlainTemplate
+from jaxagent.door.ask import Ask
 from jaxagent.door.session import Rules, Slots
+from jaxagent.door.told import Visible
 from jaxagent.serve import Address, ServeLimits, run, token_in
-from jaxagent.types import Message, SampleRequest, ToolCall
+from jaxagent.types import Message, SampleRequest, ToolCall, ToolSpec
 
 CHATML = make("chatml")
 CALL = Message("assistant", "Let me see.", calls=(ToolCall("look", {"key": "37"}),))
@@ -257,7 +260,7 @@ def test_raw_completions_go_on_from_a_text_with_its_control_tokens_or_from_ids()
     assert sampler.requests[0].sampling.max_tokens == 16
 
 
-def test_responses_hold_text_and_calls_and_go_on_from_one_another() -> None:
+def test_responses_hold_text_and_calls_and_go_on_from_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
     sampler = script(CHATML, CALL, SAID)
     tool = {"type": "function", "name": "look", "description": LOOK.description, "parameters": LOOK.parameters}
 
@@ -276,10 +279,29 @@ def test_responses_hold_text_and_calls_and_go_on_from_one_another() -> None:
         items = [{"role": "user", "content": "37?"}, said, call, output]
         status, third = await client.post("/v1/responses", {**body, "input": items})
         assert third["usage"]["input_tokens"] == second["usage"]["input_tokens"]
+        monkeypatch.setattr("jaxagent.serve.RESPONSES", 1)  # of a session
+        status, _ = await client.post("/v1/responses", {**body, "input": items})
+        status, missing = await client.post("/v1/responses", linked)
+        assert (status, missing["error"]["code"]) == (404, "not_found")
         status, missing = await client.post("/v1/responses", {**linked, "previous_response_id": "resp_none"})
         assert (status, missing["error"]["code"]) == (404, "not_found")
 
     asked(CHATML, sampler, work)
+
+
+def test_a_long_turn_is_not_read_anew_at_every_token() -> None:
+    class Counted(PlainTemplate):
+        reads = 0
+
+        def parse(self, tokens: Sequence[int], tools: Sequence[ToolSpec]) -> Message:
+            self.reads += 1
+            return super().parse(tokens, tools)
+
+    template, tokens = Counted(), list(b"a" * 4096)
+    visible = Visible(template, Ask(), (), [])
+    heard = [visible.more(tokens[:n]) for n in range(1, 4097)]
+    assert heard[:64] == ["a"] * 64 and len("".join(heard)) > 4000
+    assert template.reads < 512 * len(template.stop)
 
 
 def test_responses_stream_as_named_events_in_order() -> None:

@@ -1,12 +1,14 @@
 """An agent program for the tasks of `chain`, with nothing but the standard library: the loop that every tool user has.
 
-As a command it reads the task from its standard input; as a function it is `agent(task, base_url, api_key)`.
+As a command it reads the task from its standard input and writes what it earned to a file.
+As a function it is `agent(task, base_url, api_key)`.
 """
 
 import json
 import os
 import sys
 import urllib.request
+from pathlib import Path
 
 from jaxagent.envs.chain import session_functions, tables_of
 
@@ -40,4 +42,5 @@ def agent(task, base_url, api_key):
 
 
 if __name__ == "__main__":
-    print(json.dumps(agent(json.loads(sys.stdin.readline()), os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"])))
+    said = agent(json.loads(sys.stdin.readline()), os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"])
+    Path(os.environ["JAXAGENT_RESULT"]).write_text(json.dumps(said))

@@ -182,7 +182,7 @@ def arguments_of(text: Any, where: str) -> dict[str, Any]:
     """The arguments of a call, which travel as a text in JSON."""
     try:
         value = json.loads(text) if text else {}
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, RecursionError):
         value = None
     if not isinstance(value, dict):
         raise Refused(f"{where} must be the text of a JSON object, got {_shown(text)}", param=where)

@@ -124,6 +124,7 @@ class Session:
         self.name, self.template, self.slots, self.rules, self.key = name, slots.template, slots, rules, key
         self.heard: Callable[[Row, int, Sample, tuple[Message, ...]], None] | None = None
         self.calls = 0
+        self.responses: dict[str, tuple[Message, ...]] = {}  # dialogues by the id of an answer, for `previous_response_id`
         self.exhausted = ""  # the budget that a refused call would have exceeded: calls or tokens
         self._rows: list[Row] = []
         self._numbers = itertools.count()
@@ -158,6 +159,7 @@ class Session:
     def close(self) -> None:
         """No call is answered any more; the sampler lets all rows go."""
         self._closed = True
+        self.responses.clear()
         for row in self._rows:
             self.slots.drop(row)
 

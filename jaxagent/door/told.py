@@ -9,6 +9,7 @@ from jaxagent.chat.template import Template
 from jaxagent.door.ask import Ask
 from jaxagent.types import Message
 
+_GROWTH = 64  # a turn is read anew when it has grown by this part of it: always at first, and in all not quadratically often
 _MAY_CALL = "<[{`"  # with one of these, or with a control token, the calls of all families begin
 
 
@@ -48,10 +49,13 @@ class Visible:
         """Args: marks: the names of the control tokens. prompt: what the turn follows: some templates open a thought there."""
         self.template, self.ask, self.marks = template, ask, marks
         self.thinks = not ask.prompt and template.text(prompt[-4:]).rstrip().endswith("<think>")
-        self.said = ""
+        self.said, self.read = "", 0
 
     def more(self, tokens: Sequence[int]) -> str:
         """What is certain beyond what was certain before."""
+        if len(tokens) - self.read < len(tokens) // _GROWTH:
+            return ""
+        self.read = len(tokens)
         text = self._certain(tokens)
         if not text.startswith(self.said):
             return ""

@@ -10,6 +10,7 @@ What a server calls things stands in `SERVERS`, as its own client has it.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +18,8 @@ import aiohttp
 
 from jaxagent.envs.env import Env, Step, Task
 from jaxagent.types import Message
+
+_MOST_BYTES = 16 << 20  # of a reply
 
 
 @dataclass(frozen=True)
@@ -174,17 +177,24 @@ class AgentGymEpisode:
         return await self._send("GET", path, params={self.words.key: self.id})
 
     async def _send(self, method: str, path: str, **what: Any) -> Any:
-        """The answer as JSON. Raises AgentGymFault; the environment is then left to the server."""
+        """The answer as JSON. Raises AgentGymFault; the environment is then left to the server, as where it is cancelled."""
         if self.http is None:
             raise AgentGymFault(f"{self.world.url}/{path}: this episode has not begun")
+        held, self.id = self.id, None
         try:
             async with self.http.request(method, f"{self.world.url}/{path}", **what) as reply:
-                if reply.status != 200:
-                    raise AgentGymFault(f"status {reply.status}: {(await reply.text())[:200]}")
-                return await reply.json(content_type=None)
-        except (aiohttp.ClientError, TimeoutError, ValueError, OSError, AgentGymFault) as error:
-            self.id = None
+                content = bytearray()
+                async for chunk in reply.content.iter_chunked(1 << 16):
+                    content += chunk
+                    if len(content) > _MOST_BYTES:
+                        raise AgentGymFault(f"a reply of more than {_MOST_BYTES >> 20} MiB")
+            if reply.status != 200:
+                raise AgentGymFault(f"status {reply.status}: {content.decode(errors='replace')[:200]}")
+            told = json.loads(content)
+        except (aiohttp.ClientError, TimeoutError, ValueError, RecursionError, OSError, AgentGymFault) as error:
             raise AgentGymFault(f"{self.world.url}/{path}: {type(error).__name__}: {error}") from None
+        self.id = held
+        return told
 
 
 make_world = AgentGym

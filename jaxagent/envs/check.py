@@ -14,7 +14,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from jaxagent.envs.env import Env, Step, Task, World, end, find, size_of
 from jaxagent.envs.synchronous import SPLITS, Shown
@@ -22,8 +22,10 @@ from jaxagent.types import Message
 from sandbox_client import EmbeddedServer, SandboxClient
 
 TASKS, PLAYED, TURNS = 20, 3, 20  # of a split whose keys are compared; whose episodes are played; of an episode
+T = TypeVar("T")
 NONSENSE = "\u2603 xyzzy \x00 )]}"
 _LEFT_S = 10.0  # for processes to end
+CALL_S = 300.0  # for a reset, a step or a close: a library may have to start, and a game to be compiled
 
 
 @dataclass
@@ -153,9 +155,9 @@ class Checker:
         for begun in (False, True):
             env = self.episode(sandbox)
             if begun:
-                await env.reset(self.tasks[0], self.seed)
-            await env.close()
-            await env.close()
+                await in_time("reset", env.reset(self.tasks[0], self.seed))
+            await in_time("close", env.close())
+            await in_time("close", env.close())
         return True, "before and after a reset"
 
     async def random_agent(self, sandbox: Any) -> tuple[bool, str]:
@@ -197,20 +199,31 @@ class Checker:
         play, env = Play(), self.episode(sandbox)
         try:
             began = time.perf_counter()
-            play.steps.append(await env.reset(task, task["seed"]))
+            play.steps.append(await in_time("reset", env.reset(task, task["seed"])))
             play.reset_s = time.perf_counter() - began
             for turn in turns:
                 began = time.perf_counter()
-                play.steps.append(await env.step(turn))
+                play.steps.append(await in_time("step", env.step(turn)))
                 play.step_s.append(time.perf_counter() - began)
                 if play.steps[-1].truncated:
                     raise RuntimeError(f"{task['id']}: the world broke: {play.steps[-1].error}")
                 if play.ended:
                     break
         finally:
-            await env.close()
+            await in_time("close", env.close())
         self.plays.append(play)
         return play
+
+
+async def in_time(name: str, called: Awaitable[T]) -> T:
+    """What a call of the world gives. Raises TimeoutError, which says which, where it does not come back."""
+    try:
+        async with asyncio.timeout(CALL_S) as deadline:
+            return await called
+    except TimeoutError:
+        if not deadline.expired():
+            raise
+        raise TimeoutError(f"{name} has not come back within {CALL_S:g} s") from None
 
 
 def check(world: World, seed: int = 0) -> list[Finding]:

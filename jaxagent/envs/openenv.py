@@ -12,6 +12,7 @@ is a fault of the server.
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
@@ -71,9 +72,11 @@ class OpenEnvEpisode:
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=self.world.timeout_s)
         self.http = aiohttp.ClientSession(timeout=timeout)
         try:
-            self.line = await self.http.ws_connect(self.world.url, max_msg_size=_MOST_BYTES)
+            async with asyncio.timeout(self.world.timeout_s):
+                self.line = await self.http.ws_connect(self.world.url, max_msg_size=_MOST_BYTES)
         except (aiohttp.ClientError, OSError) as error:
-            raise OpenEnvFault(f"env.options.url={self.world.url}: no OpenEnv server answers there: {error}") from None
+            why = str(error) or f"not within {self.world.timeout_s:g} s (env.options.timeout_s)"
+            raise OpenEnvFault(f"env.options.url={self.world.url}: no OpenEnv server answers there: {why}") from None
         text = self._text(await self._ask("reset", {"seed": seed, "episode_id": self.name}))
         return self._step(f"{self.world.rules}\n\n{text}" if self.world.rules else text)
 
@@ -83,7 +86,7 @@ class OpenEnvEpisode:
         if not self.world.field and not fault:
             try:
                 data = json.loads(action.content)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 fault = f"the action must be a JSON object: {error}"
             if not fault and not isinstance(data, dict):
                 fault = "the action must be a JSON object"
@@ -113,7 +116,7 @@ class OpenEnvEpisode:
             answer = await self.line.receive_json(timeout=limit_s)
         except TimeoutError:
             raise OpenEnvFault(f"{where}: no answer within {limit_s:g} s (env.options.timeout_s)") from None
-        except (aiohttp.ClientError, TypeError, ValueError, OSError) as error:  # closed, or no text, or no JSON
+        except (aiohttp.ClientError, TypeError, ValueError, RecursionError, OSError) as error:  # closed, or no text, or no JSON
             raise OpenEnvFault(f"{where}: {type(error).__name__}: {error}") from None
         said, told = (answer.get("type"), answer.get("data")) if isinstance(answer, dict) else ("", None)
         if said == "observation" and isinstance(told, dict):

@@ -4,10 +4,11 @@ The program is code of the user's and runs as the trainer does: a command, or a 
 another world and the address of a door of its own, plays however it likes, and in the end says what it has earned.
 
 A command gets the task as JSON on its standard input and OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL,
-ANTHROPIC_API_KEY in its environment; the last line of its output that is a JSON object says {"reward": 1.0, "reason": "..."},
-with "parts" and "checks" as in `Step` if it likes. A function is called as f(task, base_url, api_key), in a thread of its own
-unless it is async, and returns the same, or a number. With a `verifier`, the reward is what verifier(task, said) returns:
-`said` is that object, with "exit_code" and "output" of a command.
+ANTHROPIC_API_KEY in its environment. It writes {"reward": 1.0, "reason": "..."}, with "parts" and "checks" as in `Step` if it
+likes, into the file that JAXAGENT_RESULT names: what it prints may be the policy's words, and earns nothing. A function is
+called as f(task, base_url, api_key), in a thread of its own unless it is async, and returns the same, or a number. With a
+`verifier`, the reward is what verifier(task, said) returns: `said` is that object, with "exit_code" and "output" of a command.
+Without one, a command that exits with another status than 0 has failed, whatever it wrote.
 """
 
 from __future__ import annotations
@@ -21,15 +22,17 @@ import os
 import random
 import runpy
 import signal
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import IO, Any
 
 from jaxagent.envs.env import Env, Step, Task, find, size_of
 from jaxagent.tools import in_thread
 from jaxagent.types import Message
 
-KEPT_BYTES = 1 << 20  # of a command's output; what came before is forgotten
+KEPT_BYTES = 1 << 20  # of a command's output, its end; and the most of what it earned
 
 
 class ProgramFailed(Exception):
@@ -124,27 +127,34 @@ class ProgramEpisode:
         return await in_thread(lambda: function(*arguments))
 
     async def _spawn(self, task: Task, door: Door) -> dict[str, Any]:
-        pipe, environment = asyncio.subprocess.PIPE, {**os.environ, **door.environment()}
-        self._process = process = await asyncio.create_subprocess_exec(
-            *self.world.command, stdin=pipe, stdout=pipe, stderr=pipe, env=environment, start_new_session=True
-        )
-        assert process.stdin and process.stdout and process.stderr
-        with contextlib.suppress(ConnectionError):  # a program may not care for its input
-            process.stdin.write(json.dumps(task).encode() + b"\n")
-            await process.stdin.drain()
-            process.stdin.close()
-        output, errors, code = await asyncio.gather(_tail(process.stdout), _tail(process.stderr), process.wait())
-        said = last_object(output)
-        if said is None and (code or self.world.verifier is None):
-            raise ProgramFailed(f"{self.world.command[0]} ended with {code} and said no reward: {errors[-300:].strip()}")
-        return {**(said or {}), "exit_code": code, "output": output}
+        with (
+            tempfile.TemporaryDirectory(prefix="jaxagent-program-", ignore_cleanup_errors=True) as folder,
+            tempfile.TemporaryFile() as asked,
+            tempfile.TemporaryFile() as output,  # no pipes: what the program leaves running would hold them open
+            tempfile.TemporaryFile() as errors,
+        ):
+            asked.write(json.dumps(task).encode() + b"\n")
+            asked.seek(0)
+            result = Path(folder) / "result.json"
+            environment = {**os.environ, **door.environment(), "JAXAGENT_RESULT": str(result)}
+            self._process = process = await asyncio.create_subprocess_exec(
+                *self.world.command, stdin=asked, stdout=output, stderr=errors, env=environment, start_new_session=True
+            )
+            code = await process.wait()
+            await self.close()
+            said = result_in(result)
+            if (said is None or code) and self.world.verifier is None:
+                silent = "" if said else " and said no reward"
+                raise ProgramFailed(f"{self.world.command[0]} ended with {code}{silent}: {_tail(errors)[-300:].strip()}")
+            return {**(said or {}), "exit_code": code, "output": _tail(output)}
 
     async def close(self) -> None:
         """Ends the program and all that it started."""
-        if self._process is not None:
+        process, self._process = self._process, None
+        if process is not None:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-            await self._process.wait()
+                os.killpg(process.pid, signal.SIGKILL)
+            await process.wait()
 
     async def reset(self, task: Task, seed: int) -> Step:
         return Step(truncated=True, error="an episode of this world is run by its program, not step by step")
@@ -153,21 +163,19 @@ class ProgramEpisode:
         return await self.reset({}, 0)
 
 
-async def _tail(stream: asyncio.StreamReader) -> str:
-    kept = b""
-    while more := await stream.read(1 << 16):
-        kept = (kept + more)[-KEPT_BYTES:]
-    return kept.decode(errors="replace")
+def _tail(file: IO[bytes]) -> str:
+    file.seek(max(0, file.seek(0, os.SEEK_END) - KEPT_BYTES))
+    return file.read(KEPT_BYTES).decode(errors="replace")
 
 
-def last_object(output: str) -> dict[str, Any] | None:
-    """The last line that is a JSON object."""
-    for line in reversed(output.splitlines()):
-        if line.lstrip().startswith("{"):
-            with contextlib.suppress(ValueError):
-                if isinstance(found := json.loads(line), dict):
-                    return found
-    return None
+def result_in(path: Path) -> dict[str, Any] | None:
+    """The JSON object in a file, if there is one."""
+    try:
+        with path.open("rb") as file:
+            found = json.loads(file.read(KEPT_BYTES))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def outcome_of(said: Any) -> Outcome:

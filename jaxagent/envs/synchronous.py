@@ -218,6 +218,8 @@ class Served:
             workers=workers or install.most_workers(name),
             slots=slots,
             timeout_s=timeout_s,
+            address_mb=install.address_mb(name, slots),
+            variables=install.library_of(name).variables,
         )
         self.sizes: dict[str, int] = {}  # of splits that are not without end
         self.examples: tuple[str, ...] = ()  # actions, for a checker that has no demonstrations

@@ -53,7 +53,7 @@ def make_world(
         return {"level": level, "difficulty": f"level {level:03d}"}
 
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxagent" / "games"
-    options = {"kind": kind, "hints": hints, "commands": commands, "games": str(cache)}
+    options = {"kind": kind, "hints": hints, "commands": commands, "games": str(cache.absolute())}
     world = Shown("textworld", options, describe, rules=RULES * rules, workers=workers, timeout_s=timeout_s)
     world.sizes = {split: games if split == "train" else games // 2 for split in ("train", "demo", "valid", "test")}
     return world

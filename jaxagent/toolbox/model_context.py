@@ -31,16 +31,14 @@ class Connection:
         self._target, self._timeout_s = target, timeout_s
         self._done = asyncio.Event()
         self._holder: asyncio.Task[None] | None = None
-        self._opening = asyncio.Lock()
-        self._client: Any = None
+        self._ready: asyncio.Future[Any] | None = None
 
     async def client(self) -> Any:
-        async with self._opening:
-            if self._client is None:
-                ready: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-                self._holder = asyncio.create_task(self._hold(ready))
-                self._client = await ready
-        return self._client
+        """Opens the session at the first call. A caller that gives up leaves it to open for the next."""
+        if self._ready is None:
+            self._ready = asyncio.get_running_loop().create_future()
+            self._holder = asyncio.create_task(self._hold(self._ready))
+        return await asyncio.shield(self._ready)
 
     async def _hold(self, ready: asyncio.Future[Any]) -> None:
         package = importlib.import_module("mcp.client.client")
@@ -51,7 +49,10 @@ class Connection:
                 await self._done.wait()
         except Exception as error:  # groups of errors, from its own tasks
             if not ready.done():
+                self._ready = None  # the next call tries again
                 ready.set_exception(Unreachable(f"the MCP server {described(self._target)} did not open: {_inner(error)}"))
+        finally:
+            ready.cancel()  # if nobody has heard yet
 
     async def call(self, name: str, arguments: dict[str, Any]) -> str:
         """The text of a call's result. Raises ToolFailed for the tool's own error, InfrastructureError."""

@@ -16,7 +16,7 @@ from urllib.parse import quote, urlsplit
 
 from jaxagent.toolbox.kit import Kit, Task, Workplace
 from jaxagent.toolbox.web import Service, wanted_url
-from jaxagent.tools import Tool
+from jaxagent.tools import PURE_ATTEMPTS, Tool, ToolFailed
 from jaxagent.types import ToolSpec
 
 _METHODS = ("get", "post", "put", "patch", "delete")
@@ -50,8 +50,13 @@ class Operation:
 
 
 def segment(text: str) -> str:
-    """A text as one segment of a path: no separator survives, and none of the two that lead elsewhere."""
-    return {".": "%2E", "..": "%2E%2E"}.get(text, quote(text, safe=""))
+    """A text as one segment of a path, with its separators escaped.
+
+    Raises ToolFailed for an empty one, and where a part is `.` or `..`: servers and proxies that undo the escapes go elsewhere.
+    """
+    if not text or {".", ".."} & set(re.split(r"[/\\]", text)):
+        raise ToolFailed(f"error: {text!r} cannot be a part of a path: it is empty, or leads to another one")
+    return quote(text, safe="")
 
 
 def openapi(
@@ -72,7 +77,7 @@ def openapi(
         methods: that become tools; those of `get` are pure.
         only: names of operations; empty takes all.
         token_variable: environment variable with a bearer token.
-        timeout_s: of a call.
+        timeout_s: of a request; one that is late is the service's trouble.
 
     Raises ValueError for a document that cannot be understood, a host that is not allowed, names that clash.
     """
@@ -96,7 +101,7 @@ def openapi(
         headers["Authorization"] = f"Bearer {os.environ[token_variable]}"
 
     def tools(place: Workplace, task: Task) -> list[Tool]:
-        service = Service(place, base, headers)
+        service = Service(place, base, headers, timeout_s)
 
         def run_fn(operation: Operation) -> Callable[..., Awaitable[str]]:
             async def run(**arguments: Any) -> str:
@@ -105,7 +110,7 @@ def openapi(
 
             return run
 
-        return [Tool(one.spec, run_fn(one), timeout_s, one.method == "get") for one in chosen]
+        return [Tool(one.spec, run_fn(one), timeout_s * (PURE_ATTEMPTS + 1), one.method == "get") for one in chosen]
 
     return Kit(tools)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from jaxagent.toolbox.kit import Kit, Task, Workplace
 from jaxagent.toolbox.retrieval import listed, open_index
 from jaxagent.toolbox.web import Service, wanted_url
-from jaxagent.tools import Tool, ToolFailed, tool
+from jaxagent.tools import PURE_ATTEMPTS, Tool, ToolFailed, tool
 from sandbox_client import ProtocolError
 
 MAX_QUERY_CHARS = 1000
@@ -51,7 +51,7 @@ def retriever(url: str, top: int = 3, timeout_s: float = 10.0) -> Kit:
     base = wanted_url(url, "toolbox.retriever.url").removesuffix("/retrieve")
 
     def tools(place: Workplace, task: Task) -> list[Tool]:
-        service = Service(place, base)
+        service = Service(place, base, timeout_s=timeout_s)
 
         async def search(query: str) -> str:
             """Finds documents."""
@@ -67,6 +67,6 @@ def retriever(url: str, top: int = 3, timeout_s: float = 10.0) -> Kit:
                 entries.append(f"Doc {number} (Title: {title}) {text}")
             return "\n".join(entries) or "nothing found"
 
-        return [tool(search, timeout_s, pure=True)]
+        return [tool(search, timeout_s * (PURE_ATTEMPTS + 1), pure=True)]
 
     return Kit(tools)

@@ -15,14 +15,18 @@ from jaxagent.tools import ToolFailed
 from sandbox_client import ProtocolError, Unknown, Unreachable
 
 MAX_BYTES = 1 << 20
-_THEIRS = (429, 502, 503, 504)  # the service's trouble: the policy could not have done better
+_THEIRS = (401, 403, 407, 408, 429)  # beside 500 and above: the policy could not have done better
 
 
 class Service:
-    """An HTTP service as one episode sees it. Its connections are closed with the workplace."""
+    """An HTTP service as one episode sees it. Its connections are closed with the workplace.
 
-    def __init__(self, place: Workplace, url: str, headers: Mapping[str, str] | None = None):
+    Args: timeout_s: of a request; a tool's own deadline must be longer, as what it cuts off is told to the policy.
+    """
+
+    def __init__(self, place: Workplace, url: str, headers: Mapping[str, str] | None = None, timeout_s: float = 300.0):
         self._place, self.url, self._headers = place, url.rstrip("/"), dict(headers or {})
+        self._timeout = aiohttp.ClientTimeout(total=timeout_s)
         self._http: aiohttp.ClientSession | None = None
 
     async def ask(self, method: str, path: str, query: Mapping[str, str] | None = None, body: Any = None) -> str:
@@ -31,7 +35,7 @@ class Service:
         Raises ToolFailed for what the service says is wrong with the request, InfrastructureError for what is wrong with it.
         """
         if self._http is None:
-            self._http = aiohttp.ClientSession(headers=self._headers)
+            self._http = aiohttp.ClientSession(headers=self._headers, timeout=self._timeout)
             self._place.at_the_end(self._http.close)
         what = f"{method.upper()} {self.url}{path}"
         data = None if body is None else json.dumps(body).encode()
@@ -44,11 +48,11 @@ class Service:
             raise Unreachable(f"{what}: {error}") from None
         except (aiohttp.ClientError, OSError) as error:
             raise Unknown(f"{what}: {error!r}", 1, may_have_executed=True) from None
+        text = content.decode(errors="replace")
+        if reply.status in _THEIRS or reply.status >= 500:
+            raise Unknown(f"{what}: status {reply.status}: {text[:200]}", 1, may_have_executed=True)
         if len(content) > MAX_BYTES:
             raise ToolFailed(f"error: the reply is longer than {MAX_BYTES} bytes")
-        text = content.decode(errors="replace")
-        if reply.status in _THEIRS:
-            raise Unknown(f"{what}: status {reply.status}: {text[:200]}", 1, may_have_executed=True)
         if not 200 <= reply.status < 300:
             raise ToolFailed(f"error: status {reply.status}: {text[:1000]}")
         return text

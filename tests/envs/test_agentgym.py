@@ -48,6 +48,8 @@ class Fake:
             return web.json_response({"error": "has finished"})
         if self.fault == "status":
             return web.Response(status=500, text="trace")
+        if self.fault == "long":
+            return web.Response(body=b" " * (17 << 20))
         if self.fault == "hang":
             await asyncio.sleep(30)
         self.steps[asked[self.words.key]] += asked["action"] == "go"
@@ -132,7 +134,19 @@ def test_what_a_server_does_wrong_is_no_reward_and_its_environment_is_not_used_a
                     await env.step(said("go"))
                 await env.close()
                 await env.close()
-            assert (fake.made, world.free) == (3, [])
+            fake.fault = "hang"
+            env = world.episode("e", None)
+            await env.reset(world.task("train", 0), 0)
+            with pytest.raises(TimeoutError):  # the episode's own deadline, while the server is at work
+                await asyncio.wait_for(env.step(said("go")), 0.05)
+            await env.close()
+            fake.fault, world.timeout_s = "long", 5.0
+            env = world.episode("e", None)
+            await env.reset(world.task("train", 0), 0)
+            with pytest.raises(AgentGymFault, match="a reply of more than 16 MiB"):
+                await env.step(said("go"))
+            await env.close()
+            assert (fake.made, world.free) == (5, [])
             env = world.episode("e", None)
             with pytest.raises(AgentGymFault, match="/reset: no such task"):
                 await env.reset(world.task("test", 0), 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import subprocess
 import sys
@@ -80,6 +81,8 @@ class BadEpisode:
         if fault == "raises" and action.error:
             raise ValueError("cannot read this")
         step = await self.env.step(action)
+        if fault == "hangs":
+            await asyncio.sleep(600.0)
         if fault == "ends" and step.reason == "no way to go":
             step.terminated = True
         if fault == "pays" and action.error:
@@ -120,6 +123,11 @@ class BadEpisode:
 )
 def test_every_fault_is_named(fault: str, question: str, said: str) -> None:
     assert said in failed(check(Bad(fault)))[question]
+
+
+def test_a_call_that_does_not_come_back_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jaxagent.envs.check.CALL_S", 0.05)
+    assert "step has not come back within 0.05 s" in failed(check(Bad("hangs")))["a nonsense action is answered"]
 
 
 @pytest.fixture

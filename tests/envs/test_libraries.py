@@ -53,8 +53,10 @@ def test_a_text_adventure_is_won_by_its_walkthrough_and_pays_once(kind: str) -> 
 def test_commands_that_end_the_machine_or_write_files_are_no_moves() -> None:
     world = made(textworld.make_world, levels=(2,))
     nothing = ["quit", "Restart", "save\ngame", "\x00", "☃", "", "x" * 5000, "undo. quit", "look. quit. yes"]
+    nothing += ["look then save", "look, save", "look; save", "look then restore", "look then transcripts", "tw-print version"]
     steps = played(world, world.task("train", 0), [*nothing, "look"])
     assert not any(step.terminated or step.reward for step in steps)
+    assert all("That is no move." in step.messages[0].content for step in steps[-7:-1])
     assert "-= " in steps[-1].messages[0].content
 
 
@@ -94,6 +96,13 @@ def test_an_answer_that_is_a_program_is_never_run(tmp_path: Path) -> None:
         reasoning_gym.make_world(tasks=("simple_integration",))
 
 
+def test_an_answer_that_would_fill_the_memory_or_is_too_large_a_number_is_wrong() -> None:
+    world = made(reasoning_gym.make_world, tasks=("coin_flip",))
+    task = world.task("train", 0)
+    for answer in ("1e9999999999", "1E9_999,999 999", "1e-99999999", "p is 1e9999999999", "1e999", "9" * 500, "9" * 10**6):
+        assert played(world, task, [answer])[1].reward < 1
+
+
 def test_splits_of_questions_do_not_meet() -> None:
     world = made(reasoning_gym.make_world, size=20)
     asked = {
@@ -110,7 +119,7 @@ def test_two_seats_play_in_turn_and_each_gets_its_own_result() -> None:
     moves = {"player 0": iter(("[0]", "[1]", "[2]")), "player 1": iter(("[4]", "nonsense", "[0]", "[5]"))}
 
     def write(text: str, request: SampleRequest) -> Sequence[int]:
-        return TEMPLATE.turn(Message("assistant", next(moves[request.trajectory.rpartition("/")[2]])))
+        return TEMPLATE.turn(Message("assistant", next(moves[request.trajectory.rpartition("/")[2].partition("#")[0]])))
 
     play = episode(world, world.task("train", 0), ScriptedSampler(TEMPLATE, write), limits=LIMITS, sampling=SAMPLING)
     first, second = asyncio.run(play)

@@ -111,7 +111,7 @@ def test_an_action_may_be_json_and_what_is_refused_is_told_to_the_policy() -> No
         async with serving() as (_, url):
             env = OpenEnv(url, timeout_s=5.0).episode("e", None)
             steps = [await env.reset({"seed": 1}, 1)]
-            for text in ('{"message": "up"}', "up", "[1]", '{"massage": 1}'):
+            for text in ('{"message": "up"}', "up", "[1]", '{"massage": 1}', "[" * 100_000):
                 steps.append(await env.step(said(text)))  # noqa: PERF401
             steps.append(await env.step(Message("assistant", "x", error="cut off")))
             await env.close()
@@ -119,6 +119,7 @@ def test_an_action_may_be_json_and_what_is_refused_is_told_to_the_policy() -> No
             return steps
 
     texts = [step.messages[0].content for step in asyncio.run(play())]
+    assert texts.pop(5).startswith("error: the action must be a JSON object: ")
     assert texts[:2] == ['{"n": 0, "text": "count 0"}', '{"n": 1, "text": "count 1"}']
     assert texts[2].startswith("error: the action must be a JSON object: ")
     assert texts[3:] == ["error: the action must be a JSON object", "error: field 'message' is wanted", "error: cut off"]
@@ -143,6 +144,24 @@ def test_a_server_that_fails_is_a_fault_and_no_reward(fault: str, told: str) -> 
             with pytest.raises(OpenEnvFault, match=told):
                 await env.step(said("up"))
             await env.close()
+
+    asyncio.run(play())
+
+
+def test_a_server_that_takes_a_connection_and_says_nothing_is_told() -> None:
+    async def play() -> None:
+        async def wait(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.read()
+            writer.close()
+
+        silent = await asyncio.start_server(wait, "127.0.0.1", 0)
+        url = f"http://127.0.0.1:{silent.sockets[0].getsockname()[1]}"
+        env = OpenEnv(url, timeout_s=0.1).episode("e", None)
+        with pytest.raises(OpenEnvFault, match=r"no OpenEnv server answers there: not within 0\.1 s"):
+            await env.reset({"seed": 1}, 1)
+        await env.close()
+        silent.close()
+        await asyncio.sleep(0.05)
 
     asyncio.run(play())
 

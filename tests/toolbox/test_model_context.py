@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from calling import called
 
 from jaxagent.toolbox.box import Toolbox
+from jaxagent.toolbox.model_context import Connection
 from sandbox_client import InfrastructureError
 
 pytest.importorskip("mcp", reason="the extra `mcp` is not installed")
+stdio = pytest.importorskip("mcp.client.stdio", reason="the extra `mcp` is not installed")
 
 SERVER = '''
 import os, sys
@@ -84,6 +88,23 @@ def test_tools_are_listed_called_and_their_faults_read(transport: str, script: s
         assert again.result == called(box, ("more", {}), ("more", {}))[1].result == "2"
         with pytest.raises(InfrastructureError):
             called(box, ("die", {}))
+
+
+def test_a_caller_that_gives_up_while_a_server_opens_leaves_one_to_the_next(tmp_path: Path) -> None:
+    program = f"import pathlib, time; pathlib.Path({str(tmp_path)!r}, str(time.time_ns())).touch(); time.sleep(1.0); " + SERVER
+
+    async def play() -> str:
+        slow = stdio.StdioServerParameters(command=sys.executable, args=["-c", "import sys; sys.argv[1:] = []\n" + program])
+        connection = Connection(slow, 30.0)
+        try:
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(connection.call("people", {"town": "Ulm"}), 0.5)
+            return await connection.call("people", {"town": "Ulm"})
+        finally:
+            await connection.close()
+
+    assert asyncio.run(play()) == "129"
+    assert len(list(tmp_path.iterdir())) == 1
 
 
 def test_a_server_that_does_not_open_is_told_before_the_run(script: str) -> None:

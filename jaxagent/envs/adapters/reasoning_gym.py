@@ -1,6 +1,7 @@
 """Reasoning Gym: one procedurally generated question, one answer, the library's own scorer."""
 
 import ast
+import contextlib
 import re
 from typing import Any
 
@@ -13,7 +14,8 @@ _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _LITERAL = {"string_insertion", "spiral_matrix", "binary_matrix", "n_queens"}
 _SUMS = {"countdown", "puzzle24"}
 _WORDS, _SUM = re.compile(r"[\w\s,]*", re.ASCII), re.compile(r"[-0-9+/*().=\s]*")
-_LONGEST = 2000  # letters of such an answer
+_LONGEST = 2000  # letters of such an answer, and of any that is much longer than a right one
+_HUGE = re.compile(r"(?<![0-9a-z.])[\d.]+e[-+]?\d{4}")  # a number whose digits, written out, may fill the memory
 SETS: dict[tuple[str, str], Any] = {}  # by name and split, for all worlds of this process: some take long to be made
 
 
@@ -32,8 +34,11 @@ class World:
     def step(self, action: str) -> dict[str, Any]:
         tagged = _TAGGED.findall(action)
         answer = (tagged[-1] if tagged else action).strip()
-        score = float(self.set.score_answer(answer, self.item)) if is_harmless(self.task, answer) else 0.0
         right = self.item.get("answer")
+        score = 0.0
+        if is_harmless(self.task, answer) and (answer == right or is_bounded(answer, str(right))):
+            with contextlib.suppress(ArithmeticError, RecursionError):  # of a number too large, a form too deep
+                score = float(self.set.score_answer(answer, self.item))
         reason = "right answer" if score == 1 else f"answered {answer[:80]!r}, one right answer is {str(right)[:80]!r}"
         return {"reward": score, "done": True, "answered": True, "reason": reason}
 
@@ -42,6 +47,12 @@ class World:
 
     def close(self) -> None:
         pass
+
+
+def is_bounded(answer: str, right: str) -> bool:
+    """Whether a scorer reads an answer in little time and memory: some write out every digit, after their own cleaning."""
+    forms = (re.sub(dropped, "", answer.lower()) for dropped in ("[,_]", r"[\s,_]"))
+    return len(answer) <= max(_LONGEST, 4 * len(right)) and not any(map(_HUGE.search, forms))
 
 
 def is_harmless(task: str, answer: str) -> bool:

@@ -10,8 +10,11 @@ from typing import Any
 import textworld
 from textworld.challenges import CHALLENGES
 
-# Words that end or rewind a game, or write files: none of them is a move.
+# Words that end or rewind a game, or write files, wherever they stand: none is a move. `then` begins a second command.
 _META = {"quit", "q", "restart", "restore", "save", "undo", "script", "transcript", "verify", "version", "score", "notify"}
+_META |= {"then", "recording", "replay"}
+_WORD = 9  # letters of a word that the machine reads
+_SEPARATED = re.compile(r"[.,;]")
 _LONGEST = 100  # letters of a command; the machine's own buffer is not much longer
 _PROMPT = re.compile(r"\n>[^\n]*\Z")  # the prompt, and the status line behind it
 _BANNER = re.compile(r"\A.*\$\$[^\n]*\n", re.DOTALL)  # the name of the library in large letters
@@ -34,9 +37,10 @@ class World:
         return self.told(self.state.feedback)
 
     def step(self, action: str) -> dict[str, Any]:
-        # Other letters than these end the machine, and a full stop is followed by a second command.
-        command = " ".join(re.findall(r"[\w',-]+", action.partition("\n")[0], re.ASCII))[:_LONGEST]
-        if not command or command.split()[0].lower() in _META:
+        line = action.partition("\n")[0].rstrip(" .,;!")
+        # Other letters than these end the machine.
+        command = " ".join(re.findall(r"[\w'-]+", line, re.ASCII))[:_LONGEST]
+        if not command or _SEPARATED.search(line) or any(map(is_meta, command.split())):
             return {**self.told("That is no move."), "invalid": True, "reason": "no move"}
         self.state, score, done = self.game.step(command)
         gained, self.score = score - self.score, score
@@ -89,6 +93,11 @@ class World:
         options.nb_rooms, options.nb_objects = max(1, level // 2), max(1, level * 3 // 4)
         options.chaining.min_length = options.chaining.max_length = options.quest_length = level
         return textworld.generator.make_game(options)
+
+
+def is_meta(word: str) -> bool:
+    """Whether the machine takes a word for one of those, or for one of the library's own commands."""
+    return word.lower()[:_WORD] in {meta[:_WORD] for meta in _META} or word.lower().startswith("tw-")
 
 
 def make(**options: Any) -> World:

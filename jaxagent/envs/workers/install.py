@@ -27,6 +27,8 @@ class Library:
         apart: its requirements fight with those of the trainer, so that only an environment of its own will do.
         programs: that the system must have.
         memory_mb: of a worker with one world.
+        reserves: it takes far more address space than memory, so that no limit on that can be set.
+        variables: of the environment, that its workers are given beside those of every worker.
     """
 
     requirements: tuple[str, ...]
@@ -35,14 +37,23 @@ class Library:
     apart: bool = False
     programs: tuple[str, ...] = ()
     memory_mb: int = 110
+    reserves: bool = False
+    variables: tuple[str, ...] = ()
 
 
 LIBRARIES = {
-    "textworld": Library(("textworld==1.7.0",), ("textworld",), ("3.12", "3.11")),
+    "textworld": Library(("textworld==1.7.0",), ("textworld",), ("3.12", "3.11"), variables=("INFORM_HOME",)),
     "reasoning_gym": Library(("reasoning-gym==0.1.25",), ("reasoning_gym",)),
-    "textarena": Library(("textarena==0.7.4",), ("textarena",), memory_mb=60),
+    "textarena": Library(("textarena==0.7.4",), ("textarena",), memory_mb=60, variables=("NLTK_DATA",)),
     "gymnasium_text": Library(("gymnasium==1.2.2",), ("gymnasium",), memory_mb=60),
-    "scienceworld": Library(("scienceworld==1.2.3",), ("scienceworld",), programs=("java",), memory_mb=750),
+    "scienceworld": Library(
+        ("scienceworld==1.2.3",),
+        ("scienceworld",),
+        programs=("java",),
+        memory_mb=750,
+        reserves=True,
+        variables=("JAVA_HOME", "JAVA_TOOL_OPTIONS"),
+    ),
     "crafter": Library(("crafter==1.8.3",), ("crafter",), memory_mb=60),
 }
 
@@ -136,6 +147,12 @@ def most_workers(name: str) -> int:
     except (OSError, KeyError):  # no Linux
         return cores
     return max(1, min(cores, free_mb // 2 // library_of(name).memory_mb))
+
+
+def address_mb(name: str, slots: int) -> int:
+    """The address space that a worker may take, with room for what libraries reserve and never use; 0 is no limit."""
+    library = library_of(name)
+    return 0 if library.reserves else 1024 + 8 * library.memory_mb + 16 * slots
 
 
 def _python_in(home: Path) -> Path:

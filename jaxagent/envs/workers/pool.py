@@ -17,6 +17,7 @@ import queue
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -29,6 +30,9 @@ from typing import Any
 PROGRAM = Path(__file__).with_name("program.py")
 _MOST_BYTES = 64 << 20  # of one answer
 _LOG_BYTES = 4 << 20  # that a worker may have written to its standard streams
+# A worker reads what the policy writes: it gets these variables of the trainer's environment, no tokens.
+VARIABLES = ("PATH", "HOME", "USER", "LANG", "LANGUAGE", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH")
+PREFIXES = ("LC_", "XDG_")
 _LEAVE_S = 5.0  # for a worker to end its worlds by itself
 
 
@@ -49,6 +53,8 @@ class Kind:
         slots: episodes that one process holds at once.
         timeout_s: of one call.
         start_s: for the library to be imported.
+        address_mb: address space of a worker; 0 is no limit.
+        variables: of the trainer's environment, that a worker gets beside `VARIABLES`.
     """
 
     name: str
@@ -59,6 +65,8 @@ class Kind:
     slots: int = 1
     timeout_s: float = 60.0
     start_s: float = 120.0
+    address_mb: int = 0
+    variables: tuple[str, ...] = ()
 
 
 class Worker:
@@ -94,9 +102,10 @@ class Worker:
 
     def _serve(self) -> None:
         ours, theirs = socket.socketpair()
-        with ours, tempfile.TemporaryFile() as log:
+        folder = tempfile.TemporaryDirectory(prefix="jaxagent-worker-", ignore_cleanup_errors=True)
+        with ours, tempfile.TemporaryFile() as log, folder as place:
             with theirs:
-                fault = self._start(theirs, log)
+                fault = self._start(theirs, log, place)
             if fault := fault or self._wait_until_ready(ours):
                 self.lost = f"{fault}{_last_words(log)}"
             number = 0
@@ -136,11 +145,21 @@ class Worker:
                 if asked is not None and asked[1].set_running_or_notify_cancel():
                     asked[1].set_exception(WorkerFault(self.lost))
 
-    def _start(self, theirs: socket.socket, log: Any) -> str:
+    def _start(self, theirs: socket.socket, log: Any, place: str) -> str:
         kind = self.kind
-        command = [str(kind.python), "-P", str(PROGRAM), str(kind.adapter), json.dumps(kind.options)]
+        # Absolute, since the worker stands in a folder of its own, and not resolved: a virtual environment's Python is a link.
+        python, program, adapter = (str(path.absolute()) for path in (kind.python, PROGRAM, kind.adapter))
+        command = [python, "-P", program, adapter, json.dumps(kind.options), str(kind.address_mb)]
         try:
-            self._process = subprocess.Popen(command, stdin=theirs.fileno(), stdout=log, stderr=log, start_new_session=True)
+            self._process = subprocess.Popen(
+                command,
+                stdin=theirs.fileno(),
+                stdout=log,
+                stderr=log,
+                cwd=place,
+                env=environment_of(kind),
+                start_new_session=True,
+            )
         except OSError as error:
             return f"world {kind.name}: its worker {kind.python} cannot be started: {error.strerror}"
         return ""
@@ -213,6 +232,16 @@ class Worker:
             self._process.wait(_LEAVE_S)
         self._kill_group()
         self._process.wait()
+
+
+def environment_of(kind: Kind) -> dict[str, str]:
+    """What a worker finds in its environment."""
+    # Where it is the trainer's own Python that has the library, it may have it from there.
+    path = ("PYTHONPATH",) if kind.python == Path(sys.executable) else ()
+    names = {*VARIABLES, *kind.variables, *path}
+    given = {name: value for name, value in os.environ.items() if name in names or name.startswith(PREFIXES)}
+    # One thread each: there are as many workers as cores, and every thread reserves address space.
+    return {**given, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 
 def _last_words(log: Any) -> str:

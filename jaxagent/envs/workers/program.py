@@ -1,6 +1,6 @@
 """The worker: serves the worlds of one adapter, in any Python, with the standard library and what the adapter imports.
 
-    python -P program.py ADAPTER.py OPTIONS_AS_JSON         standard input is a socket
+    python -P program.py ADAPTER.py OPTIONS_AS_JSON ADDRESS_MB         standard input is a socket
 
 The adapter's `make(**options)` gives a world with `reset(task, seed)`, `step(action)` and `close()`, none of them a coroutine.
 `reset` may be called as often as one likes: a world is kept for many episodes, because starting it can take seconds. Where it
@@ -28,6 +28,7 @@ import contextlib
 import importlib.util
 import json
 import os
+import resource
 import signal
 import socket
 import sys
@@ -97,7 +98,15 @@ def watch(parent: int) -> None:
     os.killpg(0, signal.SIGKILL)
 
 
+def limit(address_mb: int) -> None:
+    """Bounds the address space of this process and of those that it starts; 0 leaves it without a bound."""
+    if address_mb:
+        with contextlib.suppress(ValueError, OSError):  # a lower bound than this is set already, or there are none here
+            resource.setrlimit(resource.RLIMIT_AS, (address_mb << 20, address_mb << 20))
+
+
 def main() -> None:
+    limit(int(sys.argv[3]))
     line = socket.socket(fileno=os.dup(0))
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)  # a library that reads standard input must not take a request

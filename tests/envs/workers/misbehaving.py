@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 
 class World:
@@ -49,6 +50,12 @@ class World:
             return {"text": str(self.children[-1].pid)}
         if action == "pid":
             return {"text": str(os.getpid())}
+        if action == "where":
+            return {"text": str(Path.cwd())}
+        if action == "variables":
+            return {"text": " ".join(sorted(os.environ))}
+        if action == "swell":
+            return {"text": str(len(bytearray(4 << 30)))}
         if action == "broken":
             return {"text": "", "broken": "the sky fell"}
         return {"text": f"{action} {self.count}", "reward": 0.5, "done": action == "end", "reason": "counted"}

@@ -165,6 +165,32 @@ def test_what_a_world_prints_does_not_fill_the_disk(pool: Pool) -> None:
     assert sizes == [sizes[0]] * 3 and sizes[0] > 5 << 20
 
 
+def test_a_world_that_swells_is_stopped_before_the_memory_is_full_and_the_others_go_on() -> None:
+    pool = Pool(replace(KIND, address_mb=1024))
+    try:
+        place, beside = begun(pool), begun(pool)
+        with pytest.raises(WorkerFault, match="MemoryError"):
+            act(place, "swell")
+        assert act(beside, "x")["text"] == "x 1"
+    finally:
+        pool.close()
+
+
+def test_a_worker_stands_in_a_folder_of_its_own_and_knows_no_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOME_TOKEN", "secret")
+    monkeypatch.setenv("SOME_HOME", "/there")
+    pool = Pool(replace(KIND, workers=2, variables=("SOME_HOME",)))
+    try:
+        one, two = begun(pool), begun(pool)
+        folders = {act(place, "where")["text"] for place in (one, two)}
+        names = act(one, "variables")["text"].split()
+        assert "SOME_HOME" in names and "PATH" in names and "SOME_TOKEN" not in names
+        assert len(folders) == 2 and str(Path.cwd()) not in folders
+    finally:
+        pool.close()
+    assert not any(Path(folder).exists() for folder in folders)
+
+
 def test_an_action_larger_than_any_buffer_arrives(pool: Pool) -> None:
     action = "\u2603\n" * 300_000
     assert act(begun(pool), action)["text"] == f"{action} 1"
@@ -223,7 +249,7 @@ def test_workers_end_with_a_parent_that_is_killed(tmp_path: Path) -> None:
         "print(*(place.call('step', action=a).result()['text'] for a in ('pid', 'spawn')), flush=True)\n"
         "import time; time.sleep(600)\n"
     )
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3]), "TMPDIR": str(tmp_path)}
     parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, env=environment)
     with parent:
         assert parent.stdout is not None
