@@ -119,7 +119,7 @@ def test_two_seats_play_in_turn_and_each_gets_its_own_result() -> None:
     moves = {"player 0": iter(("[0]", "[1]", "[2]")), "player 1": iter(("[4]", "nonsense", "[0]", "[5]"))}
 
     def write(text: str, request: SampleRequest) -> Sequence[int]:
-        return TEMPLATE.turn(Message("assistant", next(moves[request.trajectory.rpartition("/")[2].partition("#")[0]])))
+        return TEMPLATE.turn(Message("assistant", next(moves[request.trajectory.rpartition("/")[2]])))
 
     play = episode(world, world.task("train", 0), ScriptedSampler(TEMPLATE, write), limits=LIMITS, sampling=SAMPLING)
     first, second = asyncio.run(play)
