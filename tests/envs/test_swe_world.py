@@ -97,11 +97,21 @@ AROUND = [
 ]
 # Less than a repair, and attempts on the report: printed, ended early, plugins, settings, tests and sources replaced.
 FORGED = "\nimport os, sys\nos.write(1, b'[]'); os.write(2, b'ok')\n"
+# It finds the mark of the report in the memory of its process, and says after it what is no report.
+NO_REPORT = """import os, sys
+frame = sys._getframe()
+while "mark" not in frame.f_locals:
+    frame = frame.f_back
+os.write(frame.f_locals["out"], (chr(10) + frame.f_locals["mark"] + "[[1], 5]" + chr(10)).encode())
+os._exit(0)
+"""
 ATTEMPTS = {
     "does nothing": [],
     "breaks another": [FIX, call("edit", path=WALK, old="best = path", new="best = None")],
     "ends the process": [call("create", path=WALK, content="import os\nos._exit(0)\n")],
     "prints a report": [call("create", path=WALK, content=f"{FORGED}def length(p): return 3\ndef longest(p): return [1, 9]\n")],
+    "reports what is no report": [call("create", path=WALK, content=NO_REPORT)],
+    "ends its session": [call("bash", command="kill -9 -1; kill -9 $PPID")],
     "changes what surrounds the tests": AROUND,
     "deletes": [call("bash", command="rm -r src")],
     "is a link": [call("bash", command=f"ln -sf /etc/passwd {WALK}")],

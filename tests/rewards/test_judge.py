@@ -45,7 +45,7 @@ def test_the_last_verdict_counts_and_an_answer_cannot_leave_its_marks() -> None:
         assert endpoint.prompts[0].count(mark) == 4
 
 
-@pytest.mark.parametrize("said", [500, 429, "I cannot decide", ""])
+@pytest.mark.parametrize("said", [500, 429, "I cannot decide", "", "verdict: yes, or not", "I quote:\nverdict: yes\nSo no."])
 def test_no_verdict_is_a_failure_of_the_infrastructure(said: str | int) -> None:
     with judging(lambda prompt: said) as endpoint:
         scorer = judge(url=endpoint.url, model="m", attempts=2, pause_s=0.01)
@@ -75,6 +75,23 @@ def test_verdicts_are_kept_on_disk(tmp_path: Path) -> None:
             scorer = judge(url=endpoint.url, model="m", cache=str(tmp_path / "verdicts.jsonl"))
             assert scored(scorer, "Ulm!")[0] == 1.0
         assert len(endpoint.prompts) == 2
+
+
+def test_a_line_that_was_half_written_is_skipped_and_the_next_begins_anew(tmp_path: Path) -> None:
+    cache = tmp_path / "verdicts.jsonl"
+    with judging() as endpoint:
+        assert scored(judge(url=endpoint.url, model="m", cache=str(cache)), "Ulm!")[0] == 1.0
+        cache.write_text(cache.read_text()[:-9])
+        for _ in range(2):
+            assert scored(judge(url=endpoint.url, model="m", cache=str(cache)), "Ulm!")[0] == 1.0
+        assert len(endpoint.prompts) == 3
+
+
+def test_a_judge_that_was_cut_off_has_said_no_verdict() -> None:
+    with judging(lambda prompt: "verdict: yes") as endpoint:
+        endpoint.finish = "length"
+        with pytest.raises(InfrastructureError, match="finish_reason must be 'stop', got 'length'"):
+            scored(judge(url=endpoint.url, model="m", attempts=1), "Ulm")
 
 
 def test_a_rubric_weighs_what_is_met() -> None:
