@@ -151,7 +151,7 @@ class Judge:
             except (aiohttp.ClientError, OSError, ValueError, KeyError, IndexError, TypeError) as error:
                 fault = f"{type(error).__name__}: {error}"
             else:
-                if found := _VERDICT.fullmatch(next(reversed(text.split("\n")), "").strip()):
+                if found := _VERDICT.fullmatch(text.rstrip().rpartition("\n")[2].strip()):
                     return found[1].lower() == "yes"
                 fault = f"the last line must be the verdict, got {text[-200:]!r}"
         raise Unknown(f"the judge {self._model} at {self._url}: {fault}", self._attempts, may_have_executed=True)
@@ -172,7 +172,7 @@ class Judge:
             choice = json.loads(body)["choices"][0]
             if choice.get("finish_reason") != "stop":  # what was cut off has not come to its verdict
                 raise ValueError(f"finish_reason must be 'stop', got {choice.get('finish_reason')!r}")
-            return str(choice["message"]["content"]).rstrip()
+            return str(choice["message"]["content"])
 
 
 def _mark(*texts: str) -> str:

@@ -36,6 +36,7 @@ _BEFORE = re.compile(r"\s*(?:[A-Za-z]\s*=\s*)?(?:\\?\$)?\s*")
 _AFTER = re.compile(
     r"(?:\s|\\[,;:! ]|\^\{?\\circ\}?|\\?[%$]|\\(?:text|mathrm|mbox)\{[A-Za-z .]*\}|(?<![\\a-zA-Z])[a-zA-Z]+|\.)+$"
 )
+_LETTERS = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]+[\s.$]*$")  # of 2a, which is no number
 _WITHIN = re.compile(r"(?<!\d)\s+|\s+(?!\d)|(?<=,)\\!", re.ASCII)
 _FRAC = re.compile(r"\\[dt]?frac\s*(?:\{\s*(-?\d+)\s*\}|(\d))\s*(?:\{\s*(\d+)\s*\}|(\d))", re.ASCII)
 _RATIO = re.compile(r"[-+]?(?:\d+_|_)?-?(\d+)/(\d+)", re.ASCII)
@@ -108,11 +109,7 @@ class Verifier:
             process = self._asked(json.dumps({"answer": answer, "right": right}).encode() + b"\n")
             try:
                 return bool(json.loads(self._line(process, self.timeout_s))["equal"])
-            except (
-                ValueError,
-                KeyError,
-                TypeError,
-            ):  # it ended, or wrote something else, and what follows would be late by one
+            except (ValueError, KeyError, TypeError):  # it ended, or wrote something else: what follows would be late by one
                 self._end()
                 return None
 
@@ -197,7 +194,7 @@ def math_match(timeout_s: float = 5.0) -> Scorer:
         form, wanted_form = form_of(answer), form_of(wanted)
         if (not form or form != wanted_form) and _says(str(case.task.get("question", "")), answer):
             return 0.0, f"repeats the question: {why}"
-        if wanted_form or numbers[1] is not None:
+        if numbers[1] is not None or (wanted_form and not _LETTERS.search(wanted)):
             whole = wanted_form in ("plain", "scientific") and (numbers[1] is None or numbers[1].denominator == 1)
             if not form or (whole and form == "fraction"):
                 return 0.0, f"a number was wanted, not how to compute it: {why}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
 from typing import Any
 
@@ -59,8 +60,14 @@ def test_no_verdict_is_a_failure_of_the_infrastructure(said: str | int) -> None:
 def test_a_judge_that_is_not_there_or_too_slow_is_one_too() -> None:
     with pytest.raises(InfrastructureError):
         scored(judge(url="http://127.0.0.1:9", model="m", attempts=1), "Ulm")
-    with judging() as endpoint, pytest.raises(InfrastructureError, match="no reply within 0 s"):
-        scored(judge(url=endpoint.url, model="m", attempts=1, timeout_s=0.0), "Ulm")
+    criterion = {**TASK, "rubric": [{"criterion": "names a town"}]}
+
+    def think(prompt: str) -> str:
+        time.sleep(0.5)
+        return ""
+
+    with judging(think) as endpoint, pytest.raises(InfrastructureError, match="no reply within"):
+        scored(rubric(url=endpoint.url, model="m", attempts=1, timeout_s=0.25), "Ulm", criterion)
 
 
 def test_one_that_stumbles_is_asked_again() -> None:

@@ -78,6 +78,7 @@ def scorer() -> Scorer:
         (r"\boxed{400 \text{ cm}}", "400", 1.0),
         (r"\boxed{1\frac{1}{2}}", "3/2", 1.0),
         (r"\boxed{1.5/2}", "3/4", 0.0),
+        (r"\boxed{2 \cdot a}", "2a", 1.0),
         (r"\boxed{(y+1)(y-1)}", "y^2-1", 0.0),  # the question says so
         (r"\boxed{y^2 - 1}", "y^2-1", 1.0),
     ],
