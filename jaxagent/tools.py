@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxagent.types import ToolCall, ToolRecord, ToolSpec
-from sandbox_client import InfrastructureError, RequestRefused
+from sandbox_client import InfrastructureError, RequestRefused, SessionLost
 
 PURE_ATTEMPTS = 2  # of a call that changes nothing, where the infrastructure failed
 _JSON_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object"}
@@ -31,6 +31,7 @@ _CHECKS: dict[str, Callable[[Any], bool]] = {
     "boolean": lambda v: isinstance(v, bool),
     "array": lambda v: isinstance(v, list),
     "object": lambda v: isinstance(v, dict),
+    "null": lambda v: v is None,
 }
 
 
@@ -100,15 +101,23 @@ def in_thread(work: Callable[[], Any]) -> asyncio.Future[Any]:
 
 def fault_of(spec: ToolSpec, arguments: dict[str, Any]) -> str:
     """What is wrong with a call's arguments, in words for the policy, or an empty string."""
-    properties = spec.parameters.get("properties", {})
+    properties = spec.parameters.get("properties") or {}
     faults = [f"{name!r} is missing" for name in spec.parameters.get("required", ()) if name not in arguments]
     for name, value in arguments.items():
-        wanted = properties.get(name, {}).get("type")
+        wanted = _types(properties.get(name))
         if name not in properties:
             faults.append(f"there is no parameter {name!r}")
-        elif wanted in _CHECKS and not _CHECKS[wanted](value):
-            faults.append(f"{name!r} must be of type {wanted}")
+        elif wanted and not any(_CHECKS[one](value) for one in wanted):
+            faults.append(f"{name!r} must be of type {' or '.join(wanted)}")
     return "; ".join(faults)
+
+
+def _types(schema: Any) -> list[str]:
+    """The types that a JSON schema names, one or a list of them; none where it names none, or one that JSON does not know."""
+    named = schema.get("type") if isinstance(schema, dict) else None
+    several = named if isinstance(named, list) else [named]
+    known = [one for one in several if isinstance(one, str) and one in _CHECKS]
+    return known if len(known) == len(several) else []
 
 
 async def dispatch_all(tools: Sequence[Tool], calls: Sequence[ToolCall], max_chars: int = 0) -> list[ToolRecord]:
@@ -137,6 +146,8 @@ def _given(result: ToolRecord | BaseException) -> ToolRecord:
 async def dispatch(tools: Sequence[Tool], call: ToolCall, max_chars: int = 0) -> ToolRecord:
     """Runs a call under its tool's deadline. Raises only InfrastructureError, and RequestRefused for a wrong set-up.
 
+    A session that the policy's own program ended is no failure of the infrastructure but an error that the policy reads.
+
     Args: max_chars: of the result, see `shortened`; 0 leaves it whole.
     """
     record = ToolRecord(call.name, call.arguments, "ok", "")
@@ -162,8 +173,10 @@ async def _run(found: Tool, record: ToolRecord) -> None:
     try:
         async with deadline:
             record.result = await _tried(found, record.arguments)
-    except InfrastructureError:
-        raise
+    except InfrastructureError as error:
+        if not (isinstance(error, SessionLost) and error.caused_by_program):
+            raise
+        record.outcome, record.result = "error", f"error: {error}"  # the policy's own program ended it
     except ToolFailed as error:
         record.outcome, record.result = "error", str(error)
     except (Exception, SystemExit) as error:  # the tool's own fault: the policy may read it

@@ -215,6 +215,29 @@ def test_a_failure_of_the_infrastructure_is_raised_and_never_a_result() -> None:
         call(tool(fetch), x=0)
 
 
+def test_a_session_that_the_policys_program_ended_is_an_error_that_it_reads() -> None:
+    async def fetch(x: int) -> str:
+        raise SessionLost("it killed itself", caused_by_program=True)
+
+    record = call(tool(fetch), x=0)
+    assert record.outcome == "error" and "it killed itself" in record.result
+
+
+@pytest.mark.parametrize(
+    ("schema", "value", "fault"),
+    [
+        ({"type": ["string", "null"]}, None, ""),
+        ({"type": ["string", "null"]}, 3, "'x' must be of type string or null"),
+        ({"type": ["string", "date"]}, 3, ""),
+        ({"type": {}}, 3, ""),
+        (True, 3, ""),
+    ],
+)
+def test_schemas_of_others_may_name_several_types_or_none(schema: Any, value: Any, fault: str) -> None:
+    spec = ToolSpec("look", "", {"type": "object", "properties": {"x": schema}})
+    assert fault_of(spec, {"x": value}) == fault
+
+
 def test_a_sandbox_that_refuses_is_raised_unless_it_refuses_what_the_policy_asked_for() -> None:
     def fetch_fn(code: str) -> Tool:
         async def fetch(x: int) -> str:

@@ -16,11 +16,10 @@ its own, where nothing of the first is left but the notes. Both earn what the an
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxagent.data.records import read_records
+from jaxagent.data.records import read_records, split_of
 from jaxagent.envs.env import Env, Step, Task
 from jaxagent.rewards.compose import Case, Score, names_of
 from jaxagent.rewards.scorers import fault_of_task, scorer_of
@@ -74,7 +73,7 @@ class Questions:
         self.tasks: dict[str, list[dict[str, Any]]] = {split: [] for split in splits}
         expressions = {"reward": reward, "check": check} if check else {"reward": reward}
         for record in _read(path, expressions):
-            self.tasks[_split(str(record.get("id", record["question"])), list(self.tasks))].append(record)
+            self.tasks[split_of(str(record.get("id", record["question"])), list(self.tasks))].append(record)
         if test_path:
             self.tasks["test"] = _read(test_path, expressions)
         if empty := [split for split, records in self.tasks.items() if not records]:
@@ -110,12 +109,6 @@ def _read(path: str, expressions: Mapping[str, str]) -> list[dict[str, Any]]:
                 raise ValueError(f"{path}, {where}: env.options.{key}={expression}: {fault}")
         records.append(task)
     return records
-
-
-def _split(identity: str, splits: list[str]) -> str:
-    """By the id alone: a file may grow without a task changing sides. A tenth for each split after the first."""
-    drawn = hashlib.blake2b(identity.encode(), digest_size=2).digest()[0] % 10
-    return splits[drawn + 1] if drawn + 1 < len(splits) else splits[0]
 
 
 class QuestionEpisode:

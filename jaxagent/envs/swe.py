@@ -6,28 +6,27 @@ tests as they came with the task, and runs those. The reward is 1 where every te
 else 0; a test that does not report is one that failed. Files that the policy added, settings of pytest and tests that it
 changed do not take part.
 
-What is tested runs in one process with its tests, as everywhere in this kind of task: a package could be written that finds
-pytest in the memory of that process and spoils the report of its own tests. The report is marked by a number that the process
-is told on its standard input before anything of the package is imported, so that printing a report, or ending early, does not
-do. Read what wins.
+What is tested runs in one process with its tests, as everywhere in this kind of task. The report is marked by a number that the
+process is told before anything of the package is imported: that stops a package that prints a report without looking for the
+mark, or ends early. It does not stop one that was written for this grader: by `sys._getframe` it reaches the mark and all of
+pytest, and can report that everything passed. Read what wins.
 """
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxagent.data.records import read_records
+from jaxagent.data.records import read_records, split_of
 from jaxagent.data.swe import PYTEST_ARGS, tested
 from jaxagent.envs.env import Env, Step, Task
 from jaxagent.toolbox.box import Toolbox
 from jaxagent.toolbox.kit import Workplace
 from jaxagent.tools import dispatch_all
 from jaxagent.types import Message
-from sandbox_client import Outcome, ProtocolError
+from sandbox_client import Outcome, ProtocolError, SessionLost
 
 _FIELDS = ("instance_id", "problem_statement", "FAIL_TO_PASS", "PASS_TO_PASS", "files", "test_files", "sources")
 _PACKAGES_OWN = (Outcome.PROGRAM_TIMEOUT, Outcome.PROGRAM_OOM, Outcome.OUTPUT_TRUNCATED)
@@ -70,8 +69,9 @@ try:
     done = run_submission([sys.executable, "-c", run], stdin=given, timeout_s=task["limit_s"])
     line = done.stdout.rpartition(mark)
     if done.returncode == 0 and line[1]:
-        passed = json.loads(line[2])
-except (subprocess.TimeoutExpired, ValueError):
+        passed = [name for name in json.loads(line[2]) if isinstance(name, str)]
+# What the package brings about is its failure: too late, no process left for it, a report that is none.
+except (subprocess.SubprocessError, OSError, ValueError, TypeError, MemoryError, RecursionError):
     pass
 counts = [len(set(task[name]) & set(passed)) for name in ("fails", "passes")]
 print(*counts)
@@ -111,7 +111,7 @@ class Swe:
         splits = ("train", "valid") if test_path else ("train", "valid", "test")
         self.tasks: dict[str, list[dict[str, Any]]] = {split: [] for split in splits}
         for record in _read(path):
-            self.tasks[_split(record["instance_id"], splits)].append(record)
+            self.tasks[split_of(record["instance_id"], splits)].append(record)
         if test_path:
             self.tasks["test"] = _read(test_path)
         if empty := [split for split, records in self.tasks.items() if not records]:
@@ -145,12 +145,6 @@ def _read(path: str) -> list[dict[str, Any]]:
             raise ValueError(f"{path}, {where}: FAIL_TO_PASS is empty: nothing could be repaired")
         found.append({**record, **names})
     return found
-
-
-def _split(identity: str, splits: Sequence[str]) -> str:
-    """By the id alone. A tenth for each split after the first."""
-    drawn = hashlib.blake2b(identity.encode(), digest_size=2).digest()[0] % 10
-    return splits[drawn + 1] if drawn + 1 < len(splits) else splits[0]
 
 
 class SweEpisode:
@@ -189,7 +183,12 @@ class SweEpisode:
             "limit_s": self.world.test_timeout_s,
         }
         limit_s = self.world.test_timeout_s + 30.0
-        result = await session.grade(_GRADER, {"task.json": json.dumps(about).encode()}, task["sources"], timeout_s=limit_s)
+        try:
+            result = await session.grade(_GRADER, {"task.json": json.dumps(about).encode()}, task["sources"], timeout_s=limit_s)
+        except SessionLost as error:
+            if not error.caused_by_program:
+                raise
+            return Step(reason=f"the policy's program ended its session: {error}", terminated=True, answered=True)
         if result.reward is None and result.outcome not in _PACKAGES_OWN:
             raise ProtocolError(f"the grader gave no reward ({result.outcome}): {result.error}", result.attempts)
         counts = [int(count) for count in result.stdout.split()] if result.reward is not None else [0, 0]

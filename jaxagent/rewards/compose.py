@@ -72,7 +72,7 @@ def composed(expression: str, scorer_of: Callable[[str], Scorer]) -> Scorer:
     scorers = {name: scorer_of(name) for name in weights}
 
     async def score(case: Case) -> Score:
-        scores = {name: finite(name, await scorer(case)) for name, scorer in scorers.items()}
+        scores = {name: finite(name, await _tolerant(scorer, case)) for name, scorer in scorers.items()}
         if not how:
             return next(iter(scores.values()))
         values = {name: outcome(value) for name, (value, _) in scores.items()}
@@ -85,6 +85,14 @@ def composed(expression: str, scorer_of: Callable[[str], Scorer]) -> Scorer:
         return total, "; ".join(f"{name} {values[name]:.3g}: {why}" for name, (_, why) in scores.items())
 
     return score
+
+
+async def _tolerant(scorer: Scorer, case: Case) -> Score:
+    """The score; 0 for an answer that cannot be read: an exception would be played again, and so spare the policy its zero."""
+    try:
+        return await scorer(case)
+    except (ValueError, RecursionError, OverflowError) as error:
+        return 0.0, f"cannot be scored: {type(error).__name__}: {error}"
 
 
 def outcome(value: Any) -> float:

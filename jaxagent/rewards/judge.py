@@ -8,6 +8,7 @@ that it cannot know, and a verdict that changes with the order of the two answer
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import json
 import os
@@ -23,7 +24,7 @@ import aiohttp
 from jaxagent.rewards.compose import Case, Score, Scorer
 from sandbox_client import Unknown
 
-_VERDICT = re.compile(r"\bverdict:\s*(yes|no)\b", re.IGNORECASE)
+_VERDICT = re.compile(r"verdict: (yes|no)", re.IGNORECASE)
 _CACHED = 100_000  # verdicts
 _MAX_CHARS = 8000  # of an answer
 _MAX_BYTES = 1 << 20
@@ -94,9 +95,14 @@ class Judge:
         self._asked: OrderedDict[str, asyncio.Future[bool] | bool] = OrderedDict()
         self._cache = Path(cache) if cache else None
         if self._cache and self._cache.is_file():
-            for line in self._cache.read_text().splitlines():
-                known = json.loads(line)
-                self._asked[known["key"]] = bool(known["yes"])
+            text = self._cache.read_text(errors="replace")
+            for line in text.splitlines():
+                with contextlib.suppress(ValueError, KeyError, TypeError):  # a process was killed while it wrote that line
+                    known = json.loads(line)
+                    self._asked[str(known["key"])] = bool(known["yes"])
+            if text and not text.endswith("\n"):
+                with self._cache.open("a") as file:
+                    file.write("\n")
 
     async def yes(self, prompt: str) -> bool:
         """The verdict. Raises InfrastructureError where there is none after all attempts."""
@@ -145,10 +151,9 @@ class Judge:
             except (aiohttp.ClientError, OSError, ValueError, KeyError, IndexError, TypeError) as error:
                 fault = f"{type(error).__name__}: {error}"
             else:
-                found = _VERDICT.findall(text)
-                if found:
-                    return bool(found[-1].lower() == "yes")
-                fault = f"no verdict in {text[-200:]!r}"
+                if found := _VERDICT.fullmatch(text.rstrip().rpartition("\n")[2].strip()):
+                    return found[1].lower() == "yes"
+                fault = f"the last line must be the verdict, got {text[-200:]!r}"
         raise Unknown(f"the judge {self._model} at {self._url}: {fault}", self._attempts, may_have_executed=True)
 
     async def _say(self, prompt: str) -> str:
@@ -164,7 +169,10 @@ class Judge:
                 body += chunk
                 if len(body) > _MAX_BYTES:
                     raise ValueError(f"a reply of more than {_MAX_BYTES} bytes")
-            return str(json.loads(body)["choices"][0]["message"]["content"])
+            choice = json.loads(body)["choices"][0]
+            if choice.get("finish_reason") != "stop":  # what was cut off has not come to its verdict
+                raise ValueError(f"finish_reason must be 'stop', got {choice.get('finish_reason')!r}")
+            return str(choice["message"]["content"])
 
 
 def _mark(*texts: str) -> str:

@@ -9,8 +9,9 @@ from collections import Counter
 
 CALIBRATION = 0.2  # of an outcome, at most lost by a wrong confidence
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
-_TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
-_CONFIDENCE = re.compile(r"\bconfidence:\s*([0-9]*\.?[0-9]+)\s*$", re.IGNORECASE)
+_OPEN, _CLOSE = "<answer>", "</answer>"
+_CONFIDENCE = re.compile(r"\bconfidence:", re.IGNORECASE)
+_STATED = re.compile(r"\s*+([0-9]++(?:\.[0-9]++)?|\.[0-9]++)\s*+")
 
 
 def normalise(text: str) -> str:
@@ -63,10 +64,12 @@ def tagged_match(answer: str, right: str) -> tuple[float, str]:
     `answer` is what the policy wrote in its last turn and nothing else. Search-R1's code scores prompt and answer together
     and wants at least two tags, because its prompt shows one as an example; here an example cannot be mistaken for an answer.
     """
-    found = _TAGGED.findall(answer)
-    if not found:
+    found, place = None, 0
+    while (start := answer.find(_OPEN, place)) >= 0 and (end := answer.find(_CLOSE, start)) >= 0:
+        found, place = answer[start + len(_OPEN) : end], end + len(_CLOSE)
+    if found is None:
         return 0.0, f"no <answer>...</answer> in {answer!r}, right was {right!r}"
-    return exact_match(found[-1], right)
+    return exact_match(found, right)
 
 
 def calibrated_match(answer: str, right: str) -> tuple[dict[str, float], str]:
@@ -75,8 +78,9 @@ def calibrated_match(answer: str, right: str) -> tuple[dict[str, float], str]:
     The Brier score is proper: the stated q that pays best is the true chance of being right. The part is small, so that no
     confidence makes a wrong answer worth a right one. An answer that states no confidence in [0, 1] loses the most.
     """
-    found = _CONFIDENCE.search(answer)
-    outcome, why = exact_match(answer[: found.start()] if found else answer, right)
+    last = max(_CONFIDENCE.finditer(answer), key=re.Match.start, default=None)
+    found = _STATED.fullmatch(answer, last.end()) if last else None
+    outcome, why = exact_match(answer[: last.start()] if last and found else answer, right)
     q = float(found[1]) if found else math.nan
     score = brier(q, outcome) if 0 <= q <= 1 else -1.0
     said = f"confidence {q:g}" if 0 <= q <= 1 else "no confidence stated"

@@ -6,12 +6,13 @@ killed at the deadline. Only LaTeX is parsed, by a grammar: the other readers of
 
 from __future__ import annotations
 
-import asyncio
 import atexit
 import contextlib
+import functools
 import importlib
 import importlib.util
 import json
+import math
 import os
 import re
 import subprocess
@@ -22,16 +23,26 @@ from fractions import Fraction
 from typing import Any
 
 from jaxagent.rewards.compose import Case, Score, Scorer
+from jaxagent.tools import in_thread
 from sandbox_client import Unreachable
 
 MAX_CHARS = 500  # of an answer
 _START_S = 60.0
 _MEMORY_BYTES = 2 << 30
-_NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?(?:/[1-9]\d*)?|[-+]?\.\d+")
+_NUMBER = re.compile(r"[-+]?\d+(?:\.\d+|/[1-9]\d*)?|[-+]?\.\d+", re.ASCII)
 _FRACTION = re.compile(r"([-+]?)\\[dt]?frac\{(\d+)\}\{(\d+)\}")
-# 200+200 is worth 400, and no answer to what 200+200 is
-_UNWORKED = re.compile(r"[+*^]|\\times|\\cdot|\\div|\\sum|\\prod|\d\s*-\s*\d|!")
-_SCIENTIFIC = re.compile(r"\d(?:\.\d+)?\s*\\(?:times|cdot)\s*10\^(?:\{-?\d+\}|\d)")
+# What may stand before and after a number: a name and "=", signs of currency, per cent and degrees, words and units.
+_BEFORE = re.compile(r"\s*(?:[A-Za-z]\s*=\s*)?(?:\\?\$)?\s*")
+_AFTER = re.compile(
+    r"(?:\s|\\[,;:! ]|\^\{?\\circ\}?|\\?[%$]|\\(?:text|mathrm|mbox)\{[A-Za-z .]*\}|(?<![\\a-zA-Z])[a-zA-Z]+|\.)+$"
+)
+_LETTERS = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]+[\s.$]*$")  # of 2a, which is no number
+_WITHIN = re.compile(r"(?<!\d)\s+|\s+(?!\d)|(?<=,)\\!", re.ASCII)
+_FRAC = re.compile(r"\\[dt]?frac\s*(?:\{\s*(-?\d+)\s*\}|(\d))\s*(?:\{\s*(\d+)\s*\}|(\d))", re.ASCII)
+_RATIO = re.compile(r"[-+]?(?:\d+_|_)?-?(\d+)/(\d+)", re.ASCII)
+_PLAIN = re.compile(
+    r"[-+]?(?:\d{1,3}(?:\{?,\}?\d{3})+|\d+)?(?:(?<=\d)|\.\d+)(?:\\(?:times|cdot)10\^(?:\{-?\d+\}|\d))?", re.ASCII
+)
 
 
 def boxed(text: str) -> str | None:
@@ -63,6 +74,23 @@ def bare(text: str) -> str:
     return re.sub(r"\\[,;! ]|[\s$]", "", text)
 
 
+def form_of(text: str) -> str:
+    """How a text says a number that is worked out: "plain", "scientific" or, in lowest terms, "fraction"; else nothing.
+
+    200+200, 600/3 and \\binom{5}{2} are how to compute one.
+    """
+    rest = _WITHIN.sub("", _AFTER.sub("", _BEFORE.sub("", _FRAC.sub(r"_\1\2/\3\4", text), count=1)))
+    if ratio := _RATIO.fullmatch(rest):
+        above, below = int(ratio[1]), int(ratio[2])
+        return "fraction" if below > 1 and math.gcd(above, below) == 1 else ""
+    return ("scientific" if "\\" in rest else "plain") if _PLAIN.fullmatch(rest) else ""
+
+
+def _says(question: str, answer: str) -> bool:
+    """Whether a question says an answer, and not only a part of a longer number."""
+    return bool(re.search(rf"(?<![\d.]){re.escape(bare(answer))}(?!\.?\d)", bare(question)))
+
+
 class Verifier:
     """The process that compares, one question at a time. After a question that it does not survive there is a new one."""
 
@@ -73,22 +101,30 @@ class Verifier:
         atexit.register(self.close)  # worlds are not closed
 
     def equal(self, answer: str, right: str) -> bool | None:
-        """Whether the two LaTeX texts are equal; None where that could not be decided in time, or in the memory there is."""
+        """Whether the two LaTeX texts are equal; None where that could not be decided in time, or in the memory there is.
+
+        Raises Unreachable where no process takes the question.
+        """
         with self._lock:
-            process = self._running()
-            line = json.dumps({"answer": answer, "right": right}).encode() + b"\n"
+            process = self._asked(json.dumps({"answer": answer, "right": right}).encode() + b"\n")
             try:
-                assert process.stdin and process.stdout
+                return bool(json.loads(self._line(process, self.timeout_s))["equal"])
+            except (ValueError, KeyError, TypeError):  # it ended, or wrote something else: what follows would be late by one
+                self._end()
+                return None
+
+    def _asked(self, line: bytes) -> subprocess.Popen[bytes]:
+        """The process, which has read nothing of this line yet. One that has died meanwhile gets a successor, once."""
+        for _ in range(2):
+            process = self._running()
+            try:
+                assert process.stdin
                 process.stdin.write(line)
                 process.stdin.flush()
+                return process
             except BrokenPipeError:
                 self._end()
-                return None
-            said = self._line(process, self.timeout_s)
-            if not said:
-                self._end()
-                return None
-            return bool(json.loads(said)["equal"])
+        raise Unreachable("the process that compares mathematical answers ends before it is asked anything")
 
     def _running(self) -> subprocess.Popen[bytes]:
         if self._process is None or self._process.poll() is not None:
@@ -135,7 +171,8 @@ class Verifier:
 def math_match(timeout_s: float = 5.0) -> Scorer:
     r"""The scorer `math_match`: 1 if the answer in the last `\boxed{...}`, or else the whole turn, is worth the right one.
 
-    Equal is not enough: what the question says, and where a number is wanted how to compute it, is no answer.
+    Equal is not enough: what the question says is no answer, and where a number is wanted it must be worked out: see
+    `form_of`. A whole number is wanted plain or in scientific form, any other may also be a fraction in lowest terms.
 
     Raises ValueError where the package is missing.
     """
@@ -151,16 +188,19 @@ def math_match(timeout_s: float = 5.0) -> Scorer:
         if not answer or len(answer) > MAX_CHARS:
             return 0.0, f"no \\boxed{{...}} and no short answer; right was {right!r}"
         wanted = boxed(right) or right
-        numbers = number_of(answer), number_of(wanted)
-        if None not in numbers:
-            return (1.0, "right number") if numbers[0] == numbers[1] else (0.0, why)
         if bare(answer) == bare(wanted):
             return 1.0, "right answer"
-        if bare(answer) in bare(str(case.task.get("question", ""))):
+        numbers = number_of(answer), number_of(wanted)
+        form, wanted_form = form_of(answer), form_of(wanted)
+        if (not form or form != wanted_form) and _says(str(case.task.get("question", "")), answer):
             return 0.0, f"repeats the question: {why}"
-        if numbers[1] is not None and _UNWORKED.search(_SCIENTIFIC.sub("1", answer)):
-            return 0.0, f"a number was wanted, not how to compute it: {why}"
-        equal = await asyncio.to_thread(verifier.equal, answer, wanted)
+        if numbers[1] is not None or (wanted_form and not _LETTERS.search(wanted)):
+            whole = wanted_form in ("plain", "scientific") and (numbers[1] is None or numbers[1].denominator == 1)
+            if not form or (whole and form == "fraction"):
+                return 0.0, f"a number was wanted, not how to compute it: {why}"
+        if None not in numbers:
+            return (1.0, "right number") if numbers[0] == numbers[1] else (0.0, why)
+        equal = await in_thread(functools.partial(verifier.equal, answer, wanted))
         if equal is None:
             return 0.0, f"not decided within {timeout_s:g} s: {why}"
         return (1.0, "equal to the right answer") if equal else (0.0, why)

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxagent.rewards.compose import Case, Score, Scorer
-from sandbox_client import Outcome, ProtocolError
+from sandbox_client import Outcome, ProtocolError, SessionLost
 
 _FENCED = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
 _PROGRAMS_OWN = (Outcome.PROGRAM_TIMEOUT, Outcome.PROGRAM_OOM, Outcome.OUTPUT_TRUNCATED)
@@ -33,7 +33,7 @@ print("\\\\n" + asked["mark"] + repr(value))
 def value_of(text):
     try:
         return ast.literal_eval(text)
-    except (ValueError, SyntaxError, MemoryError, RecursionError):
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
         return text.strip()
 
 def passes(case):
@@ -47,7 +47,8 @@ def passes(case):
         done = run_submission([sys.executable, "submission.py"], stdin=case["stdin"], timeout_s=limit_s)
         lines = [line.rstrip() for line in done.stdout.rstrip().splitlines()]
         return done.returncode == 0 and lines == [line.rstrip() for line in case["stdout"].rstrip().splitlines()]
-    except subprocess.TimeoutExpired:
+    # What the program brings about is its failure: too late, no process left for it, what nobody can read or compare.
+    except (subprocess.SubprocessError, OSError, ValueError, TypeError, MemoryError, RecursionError):
         return False
 
 passed = 0
@@ -81,6 +82,10 @@ def code_tests(timeout_s: float = 5.0) -> Scorer:
                 ["submission.py"],
                 timeout_s=min(600.0, 10.0 + len(tests) * (timeout_s + 1.0)),
             )
+        except SessionLost as error:
+            if not error.caused_by_program:
+                raise
+            return 0.0, f"the program ended its session: {error}"
         finally:
             await session.close()
         if result.reward is None and result.outcome not in _PROGRAMS_OWN:

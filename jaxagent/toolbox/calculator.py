@@ -6,7 +6,8 @@
     power   = atom (("**" | "^") sign)?
     atom    = number | constant | function "(" sum ("," sum)* ")" | "(" sum ")"
 
-Numbers are exact fractions until a function has no exact value. Length, depth and size are bounded.
+Numbers are exact fractions until a function has no exact value. Length, depth and size are bounded. rewards/arithmetic.py
+reads a smaller language on purpose: whole numbers, and what a reward may count as an operation.
 """
 
 from __future__ import annotations

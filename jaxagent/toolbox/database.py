@@ -1,7 +1,8 @@
 """SQL inside the sandbox: a SQLite database per session, in memory. The sandbox server imports this file, so it is light.
 
-What the policy writes is hostile: it runs in the session's own process, under SQLite's authorizer, which forbids every other
-file, extensions and settings, and under a bound on steps and memory.
+What the policy writes is hostile, and a statement is a program: the kit says `runs_code`, so that the session's process is
+isolated as for any other. Within it SQLite's authorizer forbids every other file, extensions and settings, and steps and
+memory are bounded; that alone would not hold against a fault in SQLite itself.
 """
 
 from __future__ import annotations

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import json
 import re
+import shutil
+import tempfile
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -17,6 +20,8 @@ from jaxagent.data.tasks import numbered
 
 _WORD = re.compile(r"\w+")
 K1, B = 1.5, 0.75
+MAX_WORDS = 64  # different ones of a query; further ones do not count
+_STAMP = "corpus.json"  # beside an index on disk, written last: which corpus it is of
 
 
 @dataclass(frozen=True)
@@ -44,6 +49,11 @@ class Index(Protocol):
 
 def words(text: str) -> list[str]:
     return _WORD.findall(text.lower())
+
+
+def counted(query: str) -> list[tuple[str, int]]:
+    """The first MAX_WORDS words of a query, and how often each occurs: "the" a hundred times costs no more than once."""
+    return list(Counter(words(query)).items())[:MAX_WORDS]
 
 
 class Bm25:
@@ -77,12 +87,13 @@ class Bm25:
         self._starts = np.concatenate([[0], np.cumsum(having)])  # of each word's postings
 
     def search(self, query: str, top: int) -> list[tuple[Document, float]]:
-        known = [self._words[word] for word in words(query) if word in self._words]
+        known = [(self._words[word], count) for word, count in counted(query) if word in self._words]
         if not known or top < 1:
             return []
-        parts = [slice(self._starts[word], self._starts[word + 1]) for word in known]
-        places = np.concatenate([self._places[part] for part in parts])
-        scores = np.bincount(places, np.concatenate([self._scores[part] for part in parts]), len(self.documents))
+        parts = [(slice(self._starts[word], self._starts[word + 1]), count) for word, count in known]
+        places = np.concatenate([self._places[part] for part, _ in parts])
+        weights = np.concatenate([self._scores[part] * count for part, count in parts])
+        scores = np.bincount(places, weights, len(self.documents))
         candidates = np.unique(places)
         if len(candidates) > top:  # all that are as good as the last one wanted, then the order of the corpus
             line = np.partition(scores[candidates], -top)[-top]
@@ -95,9 +106,13 @@ class Bm25:
 
 
 class OnDisk:
-    """A Tantivy index in a folder: made from the corpus where the folder is empty, opened where it is not."""
+    """A Tantivy index in a folder, opened where it is that of the corpus as it is now, and otherwise made.
 
-    def __init__(self, documents: Iterable[Document], folder: Path):
+    It is made in a folder beside it, which takes the name at the end: an index that is there is whole. Where the corpus is
+    gone, the index that was made of it is used.
+    """
+
+    def __init__(self, corpus: Path, folder: Path):
         try:
             self._tantivy = tantivy = importlib.import_module("tantivy")
         except ImportError:
@@ -107,21 +122,40 @@ class OnDisk:
         for name in ("title", "text"):
             builder.add_text_field(name, stored=True)
         self._schema = builder.build()
-        made = (folder / "meta.json").exists()
-        folder.mkdir(parents=True, exist_ok=True)
+        if not _is_of(folder, corpus):
+            self._make(corpus, folder)
         self._index = tantivy.Index(self._schema, path=str(folder))
-        if not made:
-            writer = self._index.writer()
+
+    def _make(self, corpus: Path, folder: Path) -> None:
+        if folder.exists() and not (folder / "meta.json").exists() and any(folder.iterdir()):
+            raise ValueError(f"{folder}: an index or an empty folder is wanted, something else is in it")
+        stamp, documents = _stamp(corpus), read_corpus(corpus)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        new = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
+        new.chmod(0o755)  # as other folders: an index may be shared
+        try:
+            index = self._tantivy.Index(self._schema, path=str(new))
+            writer = index.writer()
             for document in documents:
-                writer.add_document(tantivy.Document(id=document.id, title=document.title, text=document.text))
+                writer.add_document(self._tantivy.Document(id=document.id, title=document.title, text=document.text))
             writer.commit()
             writer.wait_merging_threads()
-            self._index.reload()
+            (new / _STAMP).write_text(json.dumps(stamp))
+            if folder.exists() and not _is_of(folder, corpus):  # another process may have been faster
+                shutil.rmtree(folder)
+            if not folder.exists():
+                new.rename(folder)
+        finally:
+            shutil.rmtree(new, ignore_errors=True)
 
     def search(self, query: str, top: int) -> list[tuple[Document, float]]:
-        term, either = self._tantivy.Query.term_query, self._tantivy.Occur.Should
-        parts = [(either, term(self._schema, name, word)) for word in words(query) for name in ("title", "text")]
-        return self._found(self._tantivy.Query.boolean_query(parts), top) if parts and top > 0 else []
+        kinds, either = self._tantivy.Query, self._tantivy.Occur.Should
+        parts = [
+            (either, kinds.boost_query(kinds.term_query(self._schema, name, word), float(count)))
+            for word, count in counted(query)
+            for name in ("title", "text")
+        ]
+        return self._found(kinds.boolean_query(parts), top) if parts and top > 0 else []
 
     def get(self, id: str) -> Document | None:
         found = self._found(self._tantivy.Query.term_query(self._schema, "id", id), 1)
@@ -131,6 +165,21 @@ class OnDisk:
         searcher = self._index.searcher()
         hits = [(searcher.doc(address), score) for score, address in searcher.search(query, top).hits]
         return [(Document(*(doc.get_first(name) for name in ("id", "title", "text"))), score) for doc, score in hits]
+
+
+def _stamp(corpus: Path) -> dict[str, int]:
+    """What a file that was changed has different."""
+    found = corpus.stat() if corpus.is_file() else None
+    return {"bytes": found.st_size, "changed_ns": found.st_mtime_ns} if found else {}
+
+
+def _is_of(folder: Path, corpus: Path) -> bool:
+    """Whether a whole index is in a folder, and no other corpus's."""
+    try:
+        known = json.loads((folder / _STAMP).read_text())
+    except (OSError, ValueError):
+        return False
+    return not corpus.is_file() or bool(known == _stamp(corpus))
 
 
 def read_corpus(path: str | Path) -> list[Document]:
@@ -164,10 +213,7 @@ def open_index(corpus: str, folder: str = "") -> Index:
 
 @lru_cache(maxsize=4)
 def _opened(corpus: str, folder: str, changed_ns: int) -> Index:
-    if folder:
-        made = (Path(folder) / "meta.json").exists()
-        return OnDisk([] if made else read_corpus(corpus), Path(folder))
-    return Bm25(read_corpus(corpus))
+    return OnDisk(Path(corpus), Path(folder)) if folder else Bm25(read_corpus(corpus))
 
 
 def listed(found: Sequence[tuple[Document, float]], chars: int) -> str:

@@ -17,7 +17,7 @@ from aiohttp import web
 from jaxagent.toolbox.retrieval import Document, Index, open_index
 
 TOP = 3  # Search-R1's
-MAX_TOP, MAX_QUERIES = 100, 1024
+MAX_TOP, MAX_QUERIES, MAX_QUERY_CHARS = 100, 1024, 10_000
 
 
 def app(index: Index, top: int = TOP) -> web.Application:
@@ -45,8 +45,8 @@ def _understood(body: Any, top: int) -> tuple[list[str], int, bool]:
     if not isinstance(body, dict) or not isinstance(body.get("queries"), list):
         raise ValueError('{"queries": [...]} is wanted')
     queries, wanted = body["queries"], body.get("topk") or top
-    if not all(isinstance(query, str) for query in queries) or len(queries) > MAX_QUERIES:
-        raise ValueError(f"queries must be at most {MAX_QUERIES} texts")
+    if len(queries) > MAX_QUERIES or not all(isinstance(query, str) and len(query) <= MAX_QUERY_CHARS for query in queries):
+        raise ValueError(f"queries must be at most {MAX_QUERIES} texts of at most {MAX_QUERY_CHARS} characters")
     if type(wanted) is not int or not 1 <= wanted <= MAX_TOP:
         raise ValueError(f"topk must be 1 to {MAX_TOP}, got {wanted!r}")
     return queries, wanted, bool(body.get("return_scores"))

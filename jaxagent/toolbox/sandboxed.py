@@ -118,7 +118,7 @@ def tests(command: str = PYTEST, root: str = ".", timeout_s: float = 60.0) -> Ki
 
 
 def sql(script: str = "", read_only: bool = True, rows: int = _SQL_ROWS, timeout_s: float = 10.0) -> Kit:
-    """The kit `sql`: a SQLite database in memory for every episode, in its sandbox session.
+    """The kit `sql`: a SQLite database in memory for every episode, in its sandbox session, which must be isolated.
 
     Args:
         script: a file of SQL that makes the database. A task's own SQL under the key `database` comes after it.
@@ -144,4 +144,4 @@ def sql(script: str = "", read_only: bool = True, rows: int = _SQL_ROWS, timeout
 
         return [tool(sql, timeout_s + GRACE_S)]
 
-    return Kit(tools, functions=database.__name__, options=options)
+    return Kit(tools, runs_code=True, functions=database.__name__, options=options)

@@ -29,11 +29,11 @@ def search(corpus: str, top: int = 3, chars: int = 400, index: str = "") -> Kit:
     """
     found = open_index(corpus, index)
 
-    async def search(query: str) -> str:
+    def search(query: str) -> str:
         """Finds documents by their words; shows the beginning of each."""
         return listed(found.search(asked(query), top), chars)
 
-    async def open(id: str) -> str:
+    def open(id: str) -> str:
         """Shows a document whole, by its id."""
         document = found.get(id)
         if document is None:

@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 from drawn import drawn
+from growing import growth
 from hypothesis import given
 from hypothesis import strategies as st
 from made import JINJA, LOOK, make, own
 from test_tokenizer_template import spoken, texts, values
 
+from jaxagent.chat.chatml import read
 from jaxagent.chat.template import render
 from jaxagent.types import Message, ToolCall, ToolSpec
 
@@ -181,3 +183,24 @@ def test_a_turn_that_did_not_end_is_an_error_that_keeps_its_text() -> None:
     message = TEMPLATE.parse(TOKENIZER.encode("half a th"), ())
     assert (message.content, message.error) == ("half a th", "the turn did not end within its token budget")
     assert TEMPLATE.parse([], ()).error
+
+
+@pytest.mark.parametrize("piece", ["<tool_call>", " ", "<tool_call></tool_call>", "<tool_call><function=f><parameter=a>"])
+def test_hostile_turns_are_read_in_linear_time(piece: str) -> None:
+    assert growth(lambda text: read(text, ()), piece, 25_000, 100_000) < 10
+
+
+@pytest.mark.parametrize("piece", [" ", "<parameter=a>", "<parameter=a></parameter>", "<parameter=", "</parameter>"])
+def test_hostile_parameters_are_read_in_linear_time(piece: str) -> None:
+    def call_of(text: str) -> Message:
+        return read(f"<tool_call><function=f>{text}</function></tool_call>", ())
+
+    assert growth(call_of, piece, 25_000, 100_000) < 10
+
+
+def test_a_schema_may_name_several_types_or_be_no_more_than_true() -> None:
+    properties = {"a": {"type": ["string", "null"]}, "b": {"type": ["integer", "null"]}, "c": True}
+    tool = ToolSpec("f", "", {"type": "object", "properties": properties})
+    body = "".join(f"<parameter={name}>\n7\n</parameter>\n" for name in "abc")
+    (call,) = read(f"<tool_call>\n<function=f>\n{body}</function>\n</tool_call>", (tool,)).calls
+    assert call.arguments == {"a": "7", "b": 7, "c": "7"}

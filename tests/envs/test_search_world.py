@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from growing import growth
 from scripted import ScriptedSampler, episode, script
 
 from jaxagent import config as configs
@@ -161,3 +162,15 @@ def test_demonstrations_have_the_right_number_of_hops_and_are_often_wrong(world:
 def test_options_that_make_no_world_are_told(options: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         Search(**options)
+
+
+@pytest.mark.parametrize("piece", [" ", "[a:b] ", "[a:", "["])
+def test_hostile_answers_are_scored_in_linear_time(piece: str) -> None:
+    world = Search()
+
+    async def score(text: str) -> float:
+        env = world.episode("", None)
+        await env.reset(world.task("train", 0), 0)
+        return (await env.step(Message("assistant", f"x{text}!"))).reward
+
+    assert growth(lambda text: asyncio.run(score(text)), piece, 50_000, 200_000) < 10

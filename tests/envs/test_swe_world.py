@@ -97,11 +97,20 @@ AROUND = [
 ]
 # Less than a repair, and attempts on the report: printed, ended early, plugins, settings, tests and sources replaced.
 FORGED = "\nimport os, sys\nos.write(1, b'[]'); os.write(2, b'ok')\n"
+# It finds the mark of the report in the memory of its process, and says after it what is no report.
+NO_REPORT = """import os, sys
+frame = sys._getframe()
+while "mark" not in frame.f_locals:
+    frame = frame.f_back
+os.write(frame.f_locals["out"], (chr(10) + frame.f_locals["mark"] + "[[1], 5]" + chr(10)).encode())
+os._exit(0)
+"""
 ATTEMPTS = {
     "does nothing": [],
     "breaks another": [FIX, call("edit", path=WALK, old="best = path", new="best = None")],
     "ends the process": [call("create", path=WALK, content="import os\nos._exit(0)\n")],
     "prints a report": [call("create", path=WALK, content=f"{FORGED}def length(p): return 3\ndef longest(p): return [1, 9]\n")],
+    "reports what is no report": [call("create", path=WALK, content=NO_REPORT)],
     "changes what surrounds the tests": AROUND,
     "deletes": [call("bash", command="rm -r src")],
     "is a link": [call("bash", command=f"ln -sf /etc/passwd {WALK}")],
@@ -128,13 +137,18 @@ def test_an_unreadable_turn_and_an_unknown_tool_are_observations(server: Embedde
     assert "error: cannot be read" in PLAIN.text(row.tokens) and "no tool 'hammer'" in PLAIN.text(row.tokens)
 
 
-def test_tests_can_be_left_in_the_tree(world: Swe, tmp_path: Path) -> None:
-    path = tmp_path / "tasks.jsonl"
+def written(world: Swe, folder: Path) -> str:
+    """The tasks of a world as a file."""
     records = [record for split in ("train", "valid", "test") for record in world.tasks[split]]
     texts = ("FAIL_TO_PASS", "PASS_TO_PASS")
     lines = [json.dumps({**record, **{key: json.dumps(record[key]) for key in texts}}) for record in records]
-    path.write_text("\n".join(lines))
-    assert TEST in Swe(str(path), hide_tests=False).task("train", 0)["files"]
+    (folder / "tasks.jsonl").write_text("\n".join(lines))
+    return str(folder / "tasks.jsonl")
+
+
+def test_tests_can_be_left_in_the_tree(world: Swe, tmp_path: Path) -> None:
+    path = written(world, tmp_path)
+    assert TEST in Swe(path, hide_tests=False).task("train", 0)["files"]
     assert TEST not in world.task("train", 0)["files"]
 
 
@@ -152,3 +166,13 @@ def test_rows_that_cannot_be_played_are_told(change: dict[str, Any], said: str, 
     (tmp_path / "tasks.jsonl").write_text(json.dumps({key: value for key, value in record.items() if value is not None}) + "\n")
     with pytest.raises(ValueError, match=said or "missing files, sources"):
         Swe(str(tmp_path / "tasks.jsonl"))
+
+
+def test_a_program_that_ends_its_session_does_not_end_the_episode_without_a_reward(
+    server: EmbeddedServer, world: Swe, tmp_path: Path
+) -> None:
+    with_python = Swe(written(world, tmp_path), toolbox=("files", "python"))
+    row = play(server, with_python, FIX, call("python", code="import os; os._exit(0)"), call("python", code="1"))
+    assert row.stop is StopReason.ANSWERED and row.outcome == 0.0, row.error
+    assert "ended its session" in row.turns[-1].reason
+    assert [record.outcome for turn in row.turns for record in turn.tools] == ["ok", "error", "error"]

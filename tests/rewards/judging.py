@@ -15,7 +15,7 @@ class Endpoint:
     """`say` makes the reply from the prompt: a text, or a status."""
 
     def __init__(self, say: Callable[[str], str | int]):
-        self.say, self.prompts, self.url = say, list[str](), ""
+        self.say, self.prompts, self.url, self.finish = say, list[str](), "", "stop"
 
     async def complete(self, request: web.Request) -> web.Response:
         body = await request.json()
@@ -25,7 +25,7 @@ class Endpoint:
         said = self.say(prompt)
         if isinstance(said, int):
             return web.Response(status=said)
-        return web.json_response({"choices": [{"message": {"content": said}}]})
+        return web.json_response({"choices": [{"message": {"content": said}, "finish_reason": self.finish}]})
 
 
 def between(prompt: str, name: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+from growing import growth
 
 from jaxagent.rewards.arithmetic import claims, evaluate
 
@@ -84,3 +85,14 @@ def test_claims_are_counted_by_hand() -> None:
     assert claims("66 - 19 = 48") == (0, 1)
     assert claims("7 = 7 and x = 3 and 3 = ?") == (0, 0)
     assert claims("4 % 0 = 0, 2*3=6 and 2*3=7") == (1, 1)
+    assert claims("2*3=6 2*4=8 and 2+3=5+1=6") == (3, 0)
+    assert claims("1==1 and 1+1==2") == (0, 0)
+
+
+def test_a_claim_of_more_digits_than_python_reads_is_false() -> None:
+    assert claims("1+1=" + "9" * 5000) == (0, 1)
+
+
+@pytest.mark.parametrize("piece", ["1+", "1+1=", " ", "=", "1"])
+def test_claims_are_counted_in_linear_time(piece: str) -> None:
+    assert growth(claims, piece, 25_000, 100_000) < 10

@@ -48,6 +48,16 @@ def test_a_composition_is_the_least_the_product_or_the_sum(expression: str, valu
     assert value_of("parts")[0] == VALUES["parts"]
 
 
+@pytest.mark.parametrize("fault", [ValueError, RecursionError, OverflowError])
+def test_an_answer_that_a_scorer_cannot_read_is_worth_nothing(fault: type[Exception]) -> None:
+    async def score(case: Case) -> Score:
+        raise fault("too deep")
+
+    for expression in ("one", "min(one, other)"):
+        value, why = asyncio.run(composed(expression, lambda name: score)(Case({}, "")))
+        assert value == 0.0 and f"{fault.__name__}: too deep" in why
+
+
 def test_the_reason_names_every_scorer() -> None:
     assert value_of("min(low, high)")[1] == "low 0.25: gave 0.25; high 0.5: gave 0.5"
 

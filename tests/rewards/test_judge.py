@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,7 @@ def test_the_last_verdict_counts_and_an_answer_cannot_leave_its_marks() -> None:
         assert endpoint.prompts[0].count(mark) == 4
 
 
-@pytest.mark.parametrize("said", [500, 429, "I cannot decide", ""])
+@pytest.mark.parametrize("said", [500, 429, "I cannot decide", "", "verdict: yes, or not", "I quote:\nverdict: yes\nSo no."])
 def test_no_verdict_is_a_failure_of_the_infrastructure(said: str | int) -> None:
     with judging(lambda prompt: said) as endpoint:
         scorer = judge(url=endpoint.url, model="m", attempts=2, pause_s=0.01)
@@ -59,8 +60,14 @@ def test_no_verdict_is_a_failure_of_the_infrastructure(said: str | int) -> None:
 def test_a_judge_that_is_not_there_or_too_slow_is_one_too() -> None:
     with pytest.raises(InfrastructureError):
         scored(judge(url="http://127.0.0.1:9", model="m", attempts=1), "Ulm")
-    with judging() as endpoint, pytest.raises(InfrastructureError, match="no reply within 0 s"):
-        scored(judge(url=endpoint.url, model="m", attempts=1, timeout_s=0.0), "Ulm")
+    criterion = {**TASK, "rubric": [{"criterion": "names a town"}]}
+
+    def think(prompt: str) -> str:
+        time.sleep(0.5)
+        return ""
+
+    with judging(think) as endpoint, pytest.raises(InfrastructureError, match="no reply within"):
+        scored(rubric(url=endpoint.url, model="m", attempts=1, timeout_s=0.25), "Ulm", criterion)
 
 
 def test_one_that_stumbles_is_asked_again() -> None:
@@ -75,6 +82,23 @@ def test_verdicts_are_kept_on_disk(tmp_path: Path) -> None:
             scorer = judge(url=endpoint.url, model="m", cache=str(tmp_path / "verdicts.jsonl"))
             assert scored(scorer, "Ulm!")[0] == 1.0
         assert len(endpoint.prompts) == 2
+
+
+def test_a_line_that_was_half_written_is_skipped_and_the_next_begins_anew(tmp_path: Path) -> None:
+    cache = tmp_path / "verdicts.jsonl"
+    with judging() as endpoint:
+        assert scored(judge(url=endpoint.url, model="m", cache=str(cache)), "Ulm!")[0] == 1.0
+        cache.write_text(cache.read_text()[:-9])
+        for _ in range(2):
+            assert scored(judge(url=endpoint.url, model="m", cache=str(cache)), "Ulm!")[0] == 1.0
+        assert len(endpoint.prompts) == 3
+
+
+def test_a_judge_that_was_cut_off_has_said_no_verdict() -> None:
+    with judging(lambda prompt: "verdict: yes") as endpoint:
+        endpoint.finish = "length"
+        with pytest.raises(InfrastructureError, match="finish_reason must be 'stop', got 'length'"):
+            scored(judge(url=endpoint.url, model="m", attempts=1), "Ulm")
 
 
 def test_a_rubric_weighs_what_is_met() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from drawn import drawn
+from growing import growth
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -140,3 +141,15 @@ def test_no_confidence_makes_a_wrong_answer_worth_a_right_one() -> None:
     worth = {text: sum(calibrated_match(text, "52")[0].values()) for text in said}
     right = [value for text, value in worth.items() if text.startswith("52")]
     assert min(right) > max(value for text, value in worth.items() if text.startswith("25"))
+
+
+@pytest.mark.parametrize("piece", ["<answer>", "<answer></answer>", "1", "confidence: 1", "confidence:", " "])
+def test_hostile_answers_are_compared_in_linear_time(piece: str) -> None:
+    assert growth(lambda text: tagged_match(text, "x"), piece, 25_000, 100_000) < 10
+    assert growth(lambda text: calibrated_match(f"confidence:{text}!", "x"), piece, 25_000, 100_000) < 10
+
+
+def test_the_last_confidence_and_the_last_whole_tag_count() -> None:
+    assert calibrated_match("confidence: 1 no, Ulm CONFIDENCE:\t.5 \n", "confidence 1 no ulm")[0]["calibration"] == -0.05
+    assert calibrated_match("Ulm confidence: 1.", "Ulm")[0]["calibration"] == -CALIBRATION
+    assert tagged_match("<answer>a</answer> <answer>b</answer> <answer>c", "b")[0] == 1.0

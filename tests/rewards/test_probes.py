@@ -155,7 +155,17 @@ def edited_tests(world: str) -> Script:
     return lambda number, read: say(wrong(world)) if number == 1 else grab
 
 
-PROBES = (empty, echo, failing_tools, no_call, infinite_retry, fake_output, edited_tests)
+def unworked(world: str) -> Script:
+    """The right number, left to be computed by whoever compares."""
+
+    def script(number: int, read: str) -> Turn:
+        asked = re.findall(r"<user>(\d+)\+", read)
+        return say(rf"\boxed{{{4 * int(asked[0])}/2}}" if asked else wrong(world))
+
+    return script
+
+
+PROBES = (empty, echo, failing_tools, no_call, infinite_retry, fake_output, edited_tests, unworked)
 
 
 @pytest.fixture(scope="module")

@@ -29,7 +29,7 @@ def test_a_box_tells_the_tools_of_its_kits_in_order() -> None:
     assert all(spec.description for spec in box.specs)
     assert box.runs_code and box.remembers and not box.functions
     assert Toolbox("sql").functions == "jaxagent.toolbox.database"
-    assert not Toolbox(("sql", "calculator")).runs_code
+    assert Toolbox("sql").runs_code and not Toolbox("calculator").runs_code
     assert Toolbox(()).specs == ()
 
 

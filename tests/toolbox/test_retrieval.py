@@ -17,7 +17,7 @@ from serving import serving
 
 from jaxagent.__main__ import main
 from jaxagent.toolbox.box import Toolbox
-from jaxagent.toolbox.retrieval import Bm25, Document, OnDisk, open_index, read_corpus
+from jaxagent.toolbox.retrieval import MAX_WORDS, Bm25, Document, OnDisk, counted, open_index, read_corpus
 from jaxagent.toolbox.retriever import app
 from sandbox_client import InfrastructureError
 
@@ -62,6 +62,14 @@ def drawn_documents(rng: random.Random, count: int) -> list[Document]:
     return [Document(str(n), "", " ".join(rng.choices(words, odds, k=rng.randint(5, 60)))) for n in range(count)]
 
 
+def test_a_word_that_is_repeated_counts_as_often_and_costs_once() -> None:
+    index = Bm25(TOWNS)
+    once, often = ({d.id: score for d, score in index.search(query, 3)} for query in ("town", "town " * 250))
+    assert often == pytest.approx({id: 250 * score for id, score in once.items()})
+    assert counted("the " * 250 + "end") == [("the", 250), ("end", 1)]
+    assert len(counted(" ".join(f"w{n}" for n in range(500)))) == MAX_WORDS
+
+
 def test_scores_are_those_of_bm25s() -> None:
     bm25s = pytest.importorskip("bm25s", reason="bm25s is the oracle here; it is not installed")
     rng = random.Random(0)
@@ -86,6 +94,19 @@ def test_an_index_on_disk_finds_the_same_and_is_opened_again(tmp_path: Path, tow
         assert index.get("ulm") == TOWNS[0] and index.get("Ulm") is None
         assert index.search("", 3) == []
     assert len(open_index("no corpus needed", str(tmp_path / "index")).search("town", 9)) == 3
+
+
+def test_an_index_of_a_corpus_that_changed_or_that_was_not_finished_is_made_again(tmp_path: Path, towns: str) -> None:
+    pytest.importorskip("tantivy", reason="the extra `search` is not installed")
+    folder = tmp_path / "index"
+    assert [d.id for d, _ in open_index(towns, str(folder)).search("tower tower", 3)] == ["hof", "ulm"]
+    changed = corpus(Path(towns), [{"id": "jena", "title": "Jena", "text": "a tower far away"}])
+    assert [d.id for d, _ in open_index(changed, str(folder)).search("tower", 3)] == ["jena"]
+    (folder / "corpus.json").unlink()  # as far as an interrupted build came
+    assert [d.id for d, _ in OnDisk(Path(changed), folder).search("tower", 3)] == ["jena"]
+    assert (folder / "corpus.json").exists() and sorted(p.name for p in tmp_path.iterdir()) == ["index", "towns.jsonl"]
+    with pytest.raises(ValueError, match="something else is in it"):
+        OnDisk(Path(changed), tmp_path)
 
 
 def test_a_corpus_is_read_in_either_form_and_its_faults_name_the_line(tmp_path: Path) -> None:
@@ -131,7 +152,7 @@ def test_a_server_speaks_search_r1s_words_and_the_tool_understands_them(towns: s
         status, reply = asyncio.run(ask({"queries": ["tower"], "topk": 1, "return_scores": True}))
         assert reply["result"][0][0]["document"]["contents"] == '"Hof"\na town with a tower and a tower'
         assert reply["result"][0][0]["score"] > 0
-        for body in ({"query": "x"}, {"queries": [3]}, {"queries": ["x"], "topk": 10**9}, ["x"]):
+        for body in ({"query": "x"}, {"queries": [3]}, {"queries": ["x" * 20_000]}, {"queries": ["x"], "topk": 10**9}, ["x"]):
             assert asyncio.run(ask(body))[0] == 400
 
 
