@@ -47,7 +47,9 @@ def parts(whole: Path) -> Learning:
 
 def compared(workdir: Path, parts: Learning, step: int) -> list[Found]:
     config = configs.read(workdir / "config.json")
-    course = Course(config, workdir, replace(parts, algorithm=choose(**config.algo)))
+    parts = replace(parts, algorithm=choose(**config.algo))
+    parts.learner.algorithm = parts.algorithm  # its programs are compiled already, and stay
+    course = Course(config, workdir, parts)
     try:
         return compare(course, step)
     finally:
