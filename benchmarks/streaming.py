@@ -103,7 +103,7 @@ class Trainer:
         return Feed(self.world, TaskStream(ENDLESS, 0), self.rollouts, Sampling(max_tokens=self.options.turn_tokens), sizes)
 
     def update(self, step: int) -> Update:
-        return Update(self.learner, None, self.engines, UpdateOptions(ordered=False), place=(0, step), baselines={})
+        return Update(self.learner, None, [self.engines], UpdateOptions(ordered=False), place=(0, step), baselines={})
 
     def close(self) -> None:
         self.rollouts.close()

@@ -49,7 +49,7 @@ class Credit:
 
 @dataclass
 class Rollout:
-    """The rows of one rollout and role, as one: their turns and their sampled tokens follow each other."""
+    """The rows of one rollout and seat, as one: their turns and their sampled tokens follow each other."""
 
     segments: list[Trajectory]
     group: int  # its place among the groups of the step

@@ -277,27 +277,32 @@ class Parts(Learning):
     hosts: Hosts = ALONE
 
     def compile(self) -> None:
-        """Compiles the engines' and the learner's programs side by side; the engines then hold the learner's weights."""
+        """Compiles the engines' and the learner's programs, side by side where they may; the engines hold its weights then."""
         self.engines.publish(self.learner.params, version=0)
         if self.selves:
             self.selves.begin()
         with ThreadPoolExecutor(1, "compile-engines") as beside:
             engines = beside.submit(self._warm_engines)
+            if any(engine.devices > 1 for engine in self.engines.engines):
+                engines.result()  # no two threads may send programs with collectives to the same devices
             self.learner.warm_up()
             if self.critic:
                 self.critic.warm_up()
             engines.result()
 
     def _warm_engines(self) -> None:
-        self.engines.warm_up()
-        if self.selves:
-            self.selves.engines.warm_up()  # after the others: it finds their programs on disk
+        for engines in self.sampling:
+            engines.warm_up()  # earlier versions' after the others: they find their programs on disk
+
+    @property
+    def sampling(self) -> tuple[Replicas, ...]:
+        """The engines of the policy, and those of its earlier versions."""
+        return (self.engines, self.selves.engines) if self.selves else (self.engines,)
 
     def close(self) -> None:
         self.rollouts.close()
-        self.engines.close()
-        if self.selves:
-            self.selves.engines.close()
+        for engines in self.sampling:
+            engines.close()
         self.sandbox.close()
         envs.end(self.world)
 
@@ -316,6 +321,7 @@ def build(config: ConfigDict, log: Path | None = None, *, with_critic: bool = Tr
         )
     stream_of(world, config.seed, FeedOptions(**config.feed))  # its complaint comes before the weights are read
     _want_slots(config, envs.seats_of(world))
+    _want_one_player(config, world)
     algorithm = choose(**config.algo)
     mesh, hosts = DeviceMesh.build(**{axis: config.mesh[axis] for axis in AXES}), here()
     check_hosts(config, algorithm, world, mesh, hosts)
@@ -409,6 +415,22 @@ def _want_slots(config: ConfigDict, seats: int) -> None:
             f"rollout.concurrency to {max(1, slots // seats)} or less, engine.slots to {at_once * seats}, or "
             "engine.offload_after_s=0.1, which takes slots from those who wait"
         )
+
+
+def _want_one_player(config: ConfigDict, world: envs.World) -> None:
+    """Raises ValueError for what cannot be done with several seats, earlier versions or programs."""
+    past, seats, name = envs.past_of(world), envs.seats_of(world), config.env.name
+    if past and config.mesh.tensor > 1:
+        raise ValueError(
+            f"mesh.tensor={config.mesh.tensor}: earlier versions of the policy play in the world {name}, by engines of their "
+            "own, and two engines of several devices each could wait for each other for ever; set it to 1"
+        )
+    mode, branches = config.finetune.mode, config.feed.branches
+    again = "finetune.mode=search" if mode == "search" else f"feed.branches={branches}" if branches and not mode else ""
+    by_program = getattr(world, "runs_program", False)
+    if again and (past or seats > 1 or by_program):
+        who = "programs" if by_program else "earlier versions of the policy too" if past else f"{seats} seats"
+        raise ValueError(f"{again} has turns taken again, those of one agent alone; in the world {name} {who} play")
 
 
 def shaping_within(config: ConfigDict) -> Callable[..., Shaping]:

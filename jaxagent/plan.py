@@ -25,6 +25,7 @@ from jaxagent.engine.engine import EngineOptions, used_lengths
 from jaxagent.envs import env as envs
 from jaxagent.learner import Learner, LearnerOptions
 from jaxagent.models.transformer import Decoder, DecoderConfig, params_of
+from jaxagent.objective import ProcessObjective
 from jaxagent.parts import faults, policy_shape, use_devices
 from jaxagent.sharding import AXES, DeviceMesh
 from jaxagent.topology import (
@@ -79,15 +80,23 @@ class Shapes:
         options = LearnerOptions(**config.learner, temperature=config.sampling.temperature)
         self.learner = self._learner(self.decoder, options)
         self.critic: Learner | None = None
-        if self.algorithm.critic and not config.finetune.mode:
-            self.critic = self._learner(replace(self.decoder, value_head=True), replace(options, replay_routing=False))
+        if self.algorithm.has_critic and not config.finetune.mode:
+            of, own = replace(self.decoder, value_head=True), replace(options, replay_routing=False)
+            self.critic = self._learner(of, own, ProcessObjective(self.algorithm) if self.algorithm.process else None)
         self.engine_options = EngineOptions(**config.engine, record_routing=config.learner.replay_routing)
         self.engine = EngineShapes(self.decoder, self.engine_options, self.replicas[0], self.learner.params)
         self.chip, self.chip_name, self.limit_bytes = _chip(self.devices[0], topology, len(self.devices))
 
-    def _learner(self, decoder: DecoderConfig, options: LearnerOptions) -> Learner:
+    def _learner(self, decoder: DecoderConfig, options: LearnerOptions, objective: ProcessObjective | None = None) -> Learner:
         shapes = params_of(nnx.eval_shape(lambda: Decoder(decoder, nnx.Rngs(0))))[1]
-        return Learner(decoder, shapes, self.mesh, self.algorithm, options)
+        return Learner(decoder, shapes, self.mesh, self.algorithm, options, objective)
+
+    @property
+    def overlap(self) -> dict[str, bool]:
+        """How sampling and training are on the devices at once, as `peaks` asks."""
+        c, hosts = self.config, len({device.process_index for device in self.devices})
+        early = self.algorithm.by_group and c.train.minibatches == 1 and hosts == 1  # as in update.py
+        return {"streamed": early and not c.finetune.mode, "ahead": c.feed.max_staleness > 0 and not c.finetune.mode}
 
     @property
     def scores(self) -> bool:
@@ -135,7 +144,7 @@ def forecast(run: Shapes, iteration_s: float) -> dict[str, Any]:
         "trained_weights": sum(x.size for x in jax.tree.leaves(run.learner.trained)),
         "held_bytes": held,
         "temporary_bytes": temporaries,
-        "peak_bytes": peaks(held, temporaries),
+        "peak_bytes": peaks(held, temporaries, **run.overlap),
         "programs": programs(run),
         "iteration": iteration(run, iteration_s),
     }
@@ -153,7 +162,10 @@ def held_bytes(run: Shapes) -> dict[str, int]:
         "sampler copy": size_bytes(run.engine.weights),
         "key-value cache": size_bytes(run.engine.cache),
         "rows": size_bytes(run.engine.rows),
+        "past versions": 0,
     }
+    if envs.past_of(run.world):  # engines of their own
+        found["past versions"] = sum(size_bytes(part) for part in (run.engine.weights, run.engine.cache, run.engine.rows))
     if run.algorithm.kl_coef and not run.config.finetune.mode:
         narrow = run.learner.options.dtype == "bfloat16"
         found["reference"] = size_bytes(run.learner.trained) // (2 if narrow else 1)
@@ -162,15 +174,21 @@ def held_bytes(run: Shapes) -> dict[str, int]:
     return found
 
 
-def peaks(held: dict[str, int], temporaries: dict[str, int]) -> dict[str, int]:
-    """The most that a device holds in each phase: all that stays, with what the phase adds."""
+def peaks(held: dict[str, int], temporaries: dict[str, int], *, streamed: bool = False, ahead: bool = False) -> dict[str, int]:
+    """The most that a device holds in each phase: all that stays, with what the phase adds.
+
+    Args:
+        streamed: gradients are summed between calls of the engines, so that the sum is there while they sample.
+        ahead: the engines sample for later steps while gradients are computed.
+    """
     everything = sum(held.values())
-    always = everything - held["gradient sum"]
+    always, sampling = everything - held["gradient sum"], max(temporaries["append"], temporaries["decode"])
+    beside = sampling if ahead else 0
     return {
-        "gradient": everything + temporaries["gradient"],
-        "update": everything + temporaries["update"],
+        "gradient": everything + temporaries["gradient"] + beside,
+        "update": everything + temporaries["update"] + beside,
         "publish": always + temporaries["publish"],
-        "sampling": always + max(temporaries["append"], temporaries["decode"]),
+        "sampling": (everything if streamed else always) + sampling,
     }
 
 
@@ -292,22 +310,26 @@ def programs(run: Shapes) -> dict[str, Any]:
 
 
 def iteration(run: Shapes, iteration_s: float) -> dict[str, Any]:
-    """The work of one iteration, where every episode uses all of its budgets: nothing can be more."""
-    c = run.config
-    episodes = c.feed.prompts * c.feed.rollouts
-    sampled = episodes * min(c.agent.max_tokens, c.agent.max_turns * c.sampling.max_tokens)
+    """The work of one iteration, where every seat of every episode uses all of its budgets: nothing can be more, unless the
+    infrastructure fails. Continuations of turns are counted as episodes.
+    """
+    c, seats = run.config, envs.seats_of(run.world)
+    trained = c.feed.prompts * (c.feed.rollouts + (0 if c.finetune.mode else c.feed.branches))
+    rounds = c.feed.max_rounds if run.algorithm.select == "mixed" and not c.finetune.mode else 1  # groups that are replaced
+    episodes = trained * rounds
+    sampled = episodes * seats * min(c.agent.max_tokens, c.agent.max_turns * c.sampling.max_tokens)
     if c.finetune.mode:
         rows, steps = c.finetune.batch * (2 if c.finetune.mode == "dpo" else 1), 1
     else:
-        rows, steps = episodes, c.train.minibatches
+        rows, steps = trained * seats, c.train.minibatches
     fitting = max(1, c.learner.row_tokens // c.agent.max_tokens)
     packed = math.ceil(rows / steps / fitting)
-    calls = episodes * c.agent.max_turns if run.world.tools else 0
+    calls = episodes * seats * c.agent.max_turns if run.world.tools else 0
     each = PROGRAM_CPU_S if getattr(run.world, "runs_code", False) else CALL_CPU_S
     cpu_s = calls * each + (episodes * SESSION_CPU_S if run.world.functions or getattr(run.world, "runs_code", False) else 0)
     return {
         "episodes": episodes,
-        "trajectory_tokens": episodes * c.agent.max_tokens,
+        "trajectory_tokens": episodes * seats * c.agent.max_tokens,
         "sampled_tokens": sampled,
         "packed_rows": packed * steps,
         "micro_batches": math.ceil(packed / c.learner.batch_rows) * steps,
@@ -349,7 +371,8 @@ def compiled(run: Shapes, told: dict[str, Any]) -> dict[str, Any]:
             + best["update"] * told_iteration["optimizer_steps"],
             "publish_s": best["publish"],
         }
-    return {"programs": found, "peak_bytes": peaks(told["held_bytes"], temporaries), "iteration_at_least": seconds}
+    most = peaks(told["held_bytes"], temporaries, **run.overlap)
+    return {"programs": found, "peak_bytes": most, "iteration_at_least": seconds}
 
 
 def _measured(make: Callable[[], Any]) -> dict[str, Any]:

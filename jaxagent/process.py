@@ -3,7 +3,7 @@
 The model is a critic with another objective (objective.ProcessObjective): it has read a turn to its end and says how likely the
 episode ends well. What it is taught are Monte-Carlo values of turns (Math-Shepherd, arXiv:2312.08935; of an agent's turns:
 AgentPRM, arXiv:2502.10325): the mean return of all visits to the same turn in the same state, over rollouts and steps; and
-values that a tree search has written to `labels.jsonl` in the workdir.
+values that a tree search has written to `labels/*.jsonl` in the workdir.
 
 Its word s is no reward by itself, or many hopeful turns would be worth more than an answer. Turn k gets a difference
 
@@ -170,6 +170,18 @@ def _pay(turn: Turn, amount: float) -> None:
     turn.outcome = turn.reward if turn.outcome is None else turn.outcome
     turn.parts = {**turn.parts, "process": amount}
     turn.reward += amount
+
+
+def take_back(rows: Iterable[Trajectory]) -> None:
+    """Undoes `Process.pay` in rows that were read again: their rewards are what was known before the step's update."""
+    for segments in by_rollout(rows):
+        paid = [turn for turn in _turns(segments) if "process" in turn.parts]
+        for turn in paid:
+            amount = turn.parts.pop("process")
+            # Without other parts the outcome is all of the reward, to the last bit.
+            turn.reward = turn.reward - amount if turn.parts or turn.outcome is None else turn.outcome
+        if paid:
+            settle(segments)
 
 
 def _sigmoid(x: np.ndarray) -> np.ndarray:

@@ -31,12 +31,12 @@ import numpy as np
 
 from jaxagent import config as configs
 from jaxagent import supervised
-from jaxagent.credit import group_metrics
-from jaxagent.data.store import audit
-from jaxagent.engine.replicas import Replicas
+from jaxagent.credit import group_metrics, role_metrics
+from jaxagent.data.store import Store, audit
 from jaxagent.feed import has_signal
 from jaxagent.metrics import read
 from jaxagent.parts import learning, use_devices
+from jaxagent.process import take_back
 from jaxagent.train import Course, begin_training, next_update, restore, rewards
 from jaxagent.types import Group, Trajectory, by_rollout
 
@@ -109,7 +109,7 @@ def compare(course: Course, step: int, tolerance: float = 1e-4) -> list[Found]:
         raise ValueError(f"{course.workdir}: metrics.jsonl has no training step {step}")
     if others := sorted((course.workdir / "trajectories").glob("host-*")):
         raise ValueError(f"{course.workdir}: {1 + len(others)} processes trained together, of one process steps are replayed")
-    first = _trajectories(_stored(course, step), step, course.config.feed.max_staleness)
+    first = _trajectories(stored(course.store, step), step, course.config.feed.max_staleness)
     if not first.same:
         return [first]
     _go_to(course, at - 1)
@@ -136,18 +136,21 @@ def _go_to(course: Course, wanted: int) -> None:
         begin_training(course)
     while course.step < wanted:
         step = course.step - c.warmup.steps
-        _taught(course, _kept(course, _stored(course, step + 1)), step)
+        _taught(course, _kept(course, stored(course.store, step + 1)), step)
         course.step += 1
 
 
-def _stored(course: Course, step: int) -> list[Group]:
+def stored(store: Store, step: int) -> list[Group]:
     """The groups that were sampled for a step."""
     label = f"train-{step:06d}"
-    if label not in course.store.labels():
-        raise ValueError(f"{course.store.folder}: {label}.jsonl is missing, which this step is made of")
+    if label not in store.labels():
+        raise ValueError(f"{store.folder}: {label}.jsonl is missing, which this step is made of")
     rows: dict[str, list[Trajectory]] = {}
-    for row in course.store.read(label):
-        rows.setdefault(row.group, []).append(row)
+    for row in store.read(label):
+        # A continuation is named after its stem, as train/3#0@2, and belongs to the group of that.
+        rows.setdefault(row.group.partition("#")[0] if row.trunk >= 0 else row.group, []).append(row)
+    for of_group in rows.values():
+        take_back(of_group)  # rows are stored after the update, which paid them
     return [Group.of(key, of_group) for key, of_group in rows.items()]
 
 
@@ -158,17 +161,17 @@ def _kept(course: Course, sampled: Sequence[Group]) -> list[Group]:
 
 def _taught(course: Course, groups: Sequence[Group], step: int) -> dict[str, float]:
     """The update of a step, where nothing is played meanwhile."""
-    return next_update(course, step, Replicas([])).finish(groups)
+    return next_update(course, step, ()).finish(groups)
 
 
 # ====================================================================== stage by stage
 
 
 def _compared(course: Course, step: int, recorded: Mapping[str, Any], tolerance: float) -> list[Found]:
-    sampled, found = _stored(course, step), list[Found]()
+    sampled, found = stored(course.store, step), list[Found]()
     kept, was = _kept(course, sampled), copy.deepcopy(sampled)
     good = [row for group in sampled for row in group.trajectories if row.stop.counts]
-    values = rewards(sampled, good) | group_metrics(kept, sampled)
+    values = rewards(sampled, good) | group_metrics(kept, sampled) | role_metrics(sampled)
     shaped = _shaped_again(course, was, (step - 1) / course.config.train.steps)
     # Credit is written into the rows that were read: what they said before is compared with it.
     values |= _taught(course, kept, step - 1)
@@ -179,6 +182,9 @@ def _compared(course: Course, step: int, recorded: Mapping[str, Any], tolerance:
         for row, after in zip(old.trajectories, new.trajectories, strict=True)
         for t, (then, now) in enumerate(zip(row.turns, after.turns, strict=True))
     ]
+    if not course.config.engine.exact:  # rows were then packed as their groups arrived, and that order is not stored
+        recorded = {name: value for name, value in recorded.items() if name != "train/row_fill"}
+        values.pop("train/row_fill", None)
     own = {"rewards": shaped, "credit": advantages, "weights": _weights(course, course.step)}
     for stage in STAGES[1:]:
         numbers = [(name, recorded.get(name), value) for name, value in values.items() if _stage_of(name) == stage]

@@ -371,7 +371,7 @@ def train(run: Run) -> None:
     run.progress.start("step", run.step - first)
     while run.step < first + c.train.steps:
         step = run.step - first
-        update = next_update(run, step, parts.engines)
+        update = next_update(run, step, parts.sampling)
         if parts.selves:  # who plays the seats of earlier versions in this step
             parts.selves.sit(step)
         # Rollouts: every group of this step is sampled from the weights published last, or ones older by feed.max_staleness.
@@ -403,7 +403,7 @@ def train(run: Run) -> None:
         run.done(values)
 
 
-def next_update(course: Course, step: int, engines: Replicas) -> Update:
+def next_update(course: Course, step: int, engines: Sequence[Replicas]) -> Update:
     """The update of a step, to which groups are added while others are played."""
     c, parts = course.config, course.parts
     moves = parts.critic is None or step >= c.critic.warmup_steps

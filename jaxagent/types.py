@@ -262,7 +262,7 @@ class Trajectory:
     role: str = "agent"
     seat: int = 0  # its place at the table of a world of several agents; several seats may have one role
     past: bool = False  # sampled by an earlier version of the policy: nothing is learnt from it
-    segment: int = 0  # counts the rows of one rollout and role, where its conversation was begun anew
+    segment: int = 0  # counts the rows of one rollout and seat, where its conversation was begun anew
     trunk: int = -1  # the rollout of its group that a continuation shares its first turns with; see stem.py
     trunk_turns: int = 0  # how many: they are its prompt, not its own turns
     elsewhere: float = 0.0  # rewards of the turns in its other segments, once the episode has ended

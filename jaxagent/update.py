@@ -11,9 +11,10 @@ several hosts.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,7 +56,7 @@ class Update:
         self,
         learner: Learner,
         critic: Learner | None,
-        engines: Replicas,
+        engines: Sequence[Replicas],
         options: UpdateOptions,
         *,
         place: tuple[int, int],
@@ -64,6 +65,7 @@ class Update:
         hosts: Hosts = ALONE,
     ):
         """Args:
+        engines: all that decode on the learner's devices: what is done early is done while none of them does.
         place: seed and step, of which the minibatches are drawn.
         baselines: moving means of the roles' returns, for algorithms that have them; moved on.
         process: what the critic is taught, and what it pays, where it is a process reward model.
@@ -95,12 +97,19 @@ class Update:
 
     def work(self) -> bool:
         """One micro-batch, if no engine has anything to decode."""
-        if not self._ready or not self.engines.idle():
+        if not self._ready or not all(engines.idle() for engines in self.engines):
             return False
-        with self.engines.hold():
+        with self._hold():
             self._accumulate(self._ready.popleft())
             self.learner.wait()
         return True
+
+    @contextlib.contextmanager
+    def _hold(self) -> Iterator[None]:
+        with contextlib.ExitStack() as held:
+            for engines in self.engines:
+                held.enter_context(engines.hold())
+            yield
 
     def _accumulate(self, batch: Batch) -> None:
         self._look_back(batch)
@@ -118,7 +127,7 @@ class Update:
 
     def finish(self, groups: Sequence[Group]) -> dict[str, float]:
         """Updates the weights with all groups of the step; returns the metrics of those minibatches that had tokens."""
-        with self.engines.hold():
+        with self._hold():
             return self._rest(groups) if self.early else self._all(groups)
 
     def _rest(self, groups: Sequence[Group]) -> dict[str, float]:

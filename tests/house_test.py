@@ -47,6 +47,7 @@ HOST = {
     "data",
     "view",
     "metrics",
+    "echoes",
     "config",
 }
 KNOW_THE_CONFIG = {"config", "parts", "evaluate", "plan", "policy", "view", "train", "finetune", "replay", "__main__"}

@@ -124,3 +124,17 @@ def test_episodes_whose_seats_could_wait_for_each_other_for_ever_are_refused() -
     spec = str(Path(__file__).parents[1] / "configs" / "kuhn.py")
     with pytest.raises(ValueError, match=r"Set rollout\.concurrency to 16 or less, engine\.slots to 64, or engine\.offload"):
         build(load(spec, ["rollout.concurrency=32"])[0])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["mesh.tensor=2"], "mesh.tensor=2: earlier versions of the policy play in the world kuhn"),
+        (["finetune.mode=search"], "finetune.mode=search has turns taken again, .* earlier versions of the policy too"),
+        (["feed.branches=2", "env.options.past=0.0"], "feed.branches=2 has turns taken again, .* kuhn 2 seats play"),
+    ],
+)
+def test_what_cannot_be_done_with_several_players_is_refused_before_anything_is_built(overrides: list[str], said: str) -> None:
+    spec = str(Path(__file__).parents[1] / "configs" / "kuhn.py")
+    with pytest.raises(ValueError, match=said):
+        build(load(spec, overrides)[0])

@@ -14,7 +14,7 @@ from ml_collections import ConfigDict
 from jaxagent import config as configs
 from jaxagent.__main__ import main as command
 from jaxagent.compiled import Collective, collectives
-from jaxagent.plan import Shapes, compiled, does_not_fit, forecast, held_bytes, lines, peaks
+from jaxagent.plan import Shapes, compiled, does_not_fit, forecast, held_bytes, iteration, lines, peaks
 from jaxagent.topology import CHIPS, linked_bytes, roofline_s, uncached
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -91,6 +91,27 @@ def test_the_peak_is_of_what_stays_and_what_a_phase_adds() -> None:
     held = {"weights": 4, "gradient sum": 3, "sampler copy": 2}
     temporaries = {"gradient": 10, "update": 20, "publish": 30, "append": 5, "decode": 7}
     assert peaks(held, temporaries) == {"gradient": 19, "update": 29, "publish": 36, "sampling": 13}
+    assert peaks(held, temporaries, streamed=True)["sampling"] == 16
+    assert peaks(held, temporaries, ahead=True) == {"gradient": 26, "update": 36, "publish": 36, "sampling": 13}
+
+
+def test_a_process_reward_model_is_a_critic_and_continuations_and_rounds_are_counted() -> None:
+    prm = Shapes(configured("mesh.data=1", "algo.name=agent_prm"))
+    assert held_bytes(prm)["critic"] and not prm.overlap["streamed"]
+    branched = Shapes(configured("mesh.data=1", "algo.name=anchor_gae", "feed.branches=3"))
+    assert iteration(branched, 2.0)["episodes"] == 8 + 3 * branched.config.feed.prompts
+    dapo = Shapes(configured("mesh.data=1", "algo.name=dapo", "train.minibatches=1", "feed.max_staleness=1"))
+    assert dapo.overlap == {"streamed": True, "ahead": True}
+    assert iteration(dapo, 2.0)["episodes"] == 8 * dapo.config.feed.max_rounds
+
+
+def test_every_seat_is_counted_and_so_are_the_engines_of_earlier_versions() -> None:
+    tree, faults = configs.load(f"{CONFIGS / 'kuhn.py'}:runlocal", ["mesh.data=1"])
+    assert faults == []
+    kuhn = Shapes(tree)
+    held, counted = held_bytes(kuhn), iteration(kuhn, 2.0)
+    assert held["past versions"] == held["sampler copy"] + held["key-value cache"] + held["rows"]
+    assert counted["sampled_tokens"] == 2 * counted["episodes"] * min(160, 4 * 6)
 
 
 def test_a_plan_is_told_and_one_that_cannot_fit_is_refused_in_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:

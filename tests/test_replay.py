@@ -10,14 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from test_process import logits_of, rollout
 from test_train import configured, run
 
 from jaxagent import config as configs
 from jaxagent.__main__ import main as command
 from jaxagent.algos.table import choose
+from jaxagent.data.store import Store
 from jaxagent.parts import Learning, learning
-from jaxagent.replay import STAGES, Found, compare
+from jaxagent.process import Process
+from jaxagent.replay import STAGES, Found, compare, stored
 from jaxagent.train import Course
+from jaxagent.types import Group
 
 # Failed calls cost something, so that a policy that has learnt nothing is told apart from one that has learnt less.
 SMALL = (
@@ -43,12 +47,12 @@ def parts(whole: Path) -> Learning:
 
 def compared(workdir: Path, parts: Learning, step: int) -> list[Found]:
     config = configs.read(workdir / "config.json")
-    algorithm, parts.learner.algorithm = parts.learner.algorithm, choose(**config.algo)
-    course = Course(config, workdir, replace(parts, algorithm=parts.learner.algorithm))
+    parts = replace(parts, algorithm=choose(**config.algo))
+    parts.learner.algorithm = parts.algorithm  # its programs are compiled already, and stay
+    course = Course(config, workdir, parts)
     try:
         return compare(course, step)
     finally:
-        parts.learner.algorithm = algorithm
         course.checkpoints.close()
 
 
@@ -154,3 +158,21 @@ def test_what_is_not_stored_is_asked_for_by_name(whole: Path, parts: Learning, t
     (copy / "trajectories" / "train-000001.jsonl").unlink()
     with pytest.raises(ValueError, match=r"train-000001\.jsonl is missing"):
         compared(copy, parts, 2)
+
+
+def test_stored_rows_are_the_steps_groups_with_their_continuations_and_what_was_known_before_the_update(tmp_path: Path) -> None:
+    rows = [rollout(i, ("s", "a", 0.0), ("s2", "b", 0.3 * i)) for i in range(2)]
+    rows[1].turns[1].outcome, rows[1].turns[1].parts = 0.2, {"form": 0.1}
+    again = rollout(0, ("s2", "c", 1.0))
+    again.group, again.trunk, again.trunk_turns = "g#0@1", 0, 1
+    before = [(turn.reward, turn.parts) for row in (*rows, again) for turn in row.turns]
+    group = Group("g", rows, branches=[again])
+    Process(0).pay([group], logits_of(*group.rows, value=0.7), 0.9)
+    assert all("process" in turn.parts for row in group.rows for turn in row.turns)
+    Store(tmp_path).write("train-000001", group.rows)
+    (read,) = stored(Store(tmp_path), 1)
+    assert (read.key, len(read.trajectories), len(read.branches)) == ("g", 2, 1)
+    after = [(turn.reward, turn.parts) for row in read.rows for turn in row.turns]
+    assert [parts for _, parts in after] == [parts for _, parts in before]
+    assert [reward for reward, _ in after] == pytest.approx([reward for reward, _ in before], abs=1e-15)
+    assert [row.reward for row in read.rows] == pytest.approx([0.0, 0.3, 1.0], abs=1e-15)

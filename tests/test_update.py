@@ -15,7 +15,6 @@ import tiny
 from jaxagent.algos.table import TABLE, choose
 from jaxagent.credit import training_rows
 from jaxagent.data.pack import fill, pack
-from jaxagent.engine.replicas import Replicas
 from jaxagent.learner import Learner, LearnerOptions, OptimizerOptions
 from jaxagent.types import Group, Sample, StopReason, Trajectory
 from jaxagent.update import Update, UpdateOptions
@@ -56,7 +55,7 @@ def updated(
     fresh = jax.device_put(tiny.params(CONFIG), jax.tree.map(lambda p: p.sharding, learner.params))
     learner.restore({"params": fresh, "opt_state": jax.tree.map(jnp.zeros_like, learner.opt_state)}, updates=0)
     options = UpdateOptions(old_logprob=old, ordered=ordered)
-    update = Update(learner, None, Replicas([]), options, place=(0, 0), baselines={})
+    update = Update(learner, None, (), options, place=(0, 0), baselines={})
     groups = [group(i) for i in range(GROUPS)]
     for arrival, gap in zip(arrivals, gaps, strict=True):
         update.add(groups[arrival])
@@ -119,7 +118,7 @@ def test_algorithms_that_look_at_the_whole_step_wait_for_it() -> None:
 
 
 def test_what_must_wait_is_not_begun(learner: Learner) -> None:
-    update = Update(learner, None, Replicas([]), UpdateOptions(minibatches=2), place=(0, 0), baselines={})
+    update = Update(learner, None, (), UpdateOptions(minibatches=2), place=(0, 0), baselines={})
     for i in range(GROUPS):
         update.add(group(i))
     assert not update.waiting and not update.work()

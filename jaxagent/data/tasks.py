@@ -12,15 +12,10 @@ import numpy as np
 
 
 class TaskStream:
-    """Indices of a split in a seeded order, epoch after epoch. `state` and `restore` resume it exactly.
+    """Indices of a split in a seeded order, epoch after epoch. `state` and `restore` resume it exactly."""
 
-    Of several hosts, each takes every `hosts`-th place of the one order, its own first: together they take what one would.
-    """
-
-    def __init__(self, size: int, seed: int, host: int = 0, hosts: int = 1):
-        if not 0 <= host < hosts:
-            raise ValueError(f"host must be within 0 and hosts - 1 = {hosts - 1}, got {host}")
-        indices = grain.MapDataset.range(size).seed(seed).shuffle().repeat()[host::hosts]
+    def __init__(self, size: int, seed: int):
+        indices = grain.MapDataset.range(size).seed(seed).shuffle().repeat()
         self._iterator = iter(indices.to_iter_dataset(grain.ReadOptions(num_threads=0)))
 
     def take(self, count: int) -> list[int]:

@@ -16,7 +16,7 @@ import random
 from collections.abc import Mapping
 from typing import Any
 
-from jaxagent.envs.env import ENDLESS, Env, Step, Task, World, find, size_of
+from jaxagent.envs.env import ENDLESS, Env, Step, Task, World, end, find, past_of, seats_of, size_of
 from jaxagent.types import Message, ToolSpec
 
 BLOCK = 100  # tasks, of which every world has a whole number
@@ -49,11 +49,14 @@ class Mixture:
                 self.worlds[label] = find(entry["name"])(**dict(options.items()))
             except (ValueError, TypeError) as error:
                 raise ValueError(f"env.options.worlds.{label}: {error}") from None
+            if kind := _unmixable(self.worlds[label]):
+                raise ValueError(f"env.options.worlds.{label}: {kind}: it is trained on alone, as env.name={entry['name']}")
         self.counts = shares(weights, BLOCK)
         if starved := [label for label, count in self.counts.items() if not count]:
             raise ValueError(f"env.options.worlds.{starved[0]}.weight={weights[starved[0]]:g} is below 1 of {BLOCK} tasks")
         self.tools = tuple(_united(self.worlds))
         self.functions = ",".join(dict.fromkeys(world.functions for world in self.worlds.values() if world.functions))
+        self.seats = max(seats_of(world) for world in self.worlds.values())
         self.runs_code = any(getattr(world, "runs_code", False) for world in self.worlds.values())
         self.sizes = {split: self._size(split) for split in ("train", "valid", "test")}
         if all(hasattr(world, "demonstrate") for world in self.worlds.values()):
@@ -81,8 +84,19 @@ class Mixture:
     def episode(self, name: str, sandbox: Any) -> Env:
         return MixedEpisode(self, name, sandbox)
 
+    def close(self) -> None:
+        for world in self.worlds.values():
+            end(world)
+
     def _demonstrate(self, task: Task, rng: random.Random) -> list[Message]:
         return self.worlds[task["world"]].demonstrate(own(task), rng)
+
+
+def _unmixable(world: World) -> str:
+    """What a world asks of the whole run, which its episodes in a mixture would not get; empty for nothing."""
+    if past_of(world):
+        return "earlier versions of the policy play in this world"
+    return "the episodes of this world are runs of a program" if getattr(world, "runs_program", False) else ""
 
 
 def shares(weights: Mapping[str, float], whole: int) -> dict[str, int]:

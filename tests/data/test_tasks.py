@@ -43,21 +43,6 @@ def test_examples_at_a_place_are_those_that_the_stream_has_there() -> None:
     assert examples_at(7, 5, 29, 3) == drawn[29:32]
 
 
-@pytest.mark.parametrize("size", [10, 1000])
-def test_hosts_together_take_what_one_would_and_each_goes_on_from_its_state(size: int) -> None:
-    whole = TaskStream(size, seed=2).take(300)
-    hosts = [TaskStream(size, seed=2, host=host, hosts=3) for host in range(3)]
-    parts = [stream.take(50) for stream in hosts]
-    states = [json.loads(json.dumps(stream.state())) for stream in hosts]
-    for host, state in enumerate(states):
-        resumed = TaskStream(size, seed=2, host=host, hosts=3)
-        resumed.restore(state)
-        parts[host] += resumed.take(50)
-    assert [task for together in zip(*parts, strict=True) for task in together] == whole
-    with pytest.raises(ValueError, match="got 3"):
-        TaskStream(size, seed=2, host=3, hosts=3)
-
-
 # ---------------------------------------------------------------------- by value
 
 

@@ -14,7 +14,8 @@ from ml_collections import ConfigDict
 from scripted import episode, script
 
 from jaxagent.chat.plain import PlainTemplate
-from jaxagent.envs.env import ENDLESS, size_of
+from jaxagent.envs.chain import Chain
+from jaxagent.envs.env import ENDLESS, end, seats_of, size_of
 from jaxagent.envs.mixture import BLOCK, Mixture, shares
 from jaxagent.envs.search import Search
 from jaxagent.types import Message, ToolCall
@@ -79,6 +80,24 @@ def test_an_episode_is_its_worlds_and_another_worlds_tool_is_answered_with_what_
     assert len(row.turns) == 2 and not row.turns[0].tools
 
 
+class Started(Chain):
+    """A world that has something to end."""
+
+    ended = False
+
+    def close(self) -> None:
+        self.ended = True
+
+
+def test_its_seats_are_those_of_the_largest_table_and_what_its_worlds_started_is_ended() -> None:
+    mixture = Mixture({"cards": {"name": "kuhn", "options": {"rules": False, "past": 0.0}}, "look": CHAIN})
+    assert seats_of(mixture) == 2
+    assert seats_of(Mixture({"look": CHAIN})) == 1
+    mixture.worlds["started"] = started = Started()
+    end(mixture)
+    assert started.ended
+
+
 def test_demonstrations_are_those_of_the_tasks_world() -> None:
     mixture = Mixture({"look": CHAIN, "seek": SEARCH})
     for i in range(20):
@@ -99,6 +118,11 @@ def test_demonstrations_are_those_of_the_tasks_world() -> None:
         ({"a": {"name": "chain", "options": {"flaky": 2}}}, r"worlds\.a: env\.options\.flaky"),
         ({"a": {"name": "chain", "options": {"flakey": 2}}}, r"worlds\.a: .*flakey"),
         ({"a": {"name": "chain"}, "b": {"name": "maze"}}, "a and b each have a tool 'A', and they differ"),
+        ({"a": {"name": "kuhn", "options": {"past": 0.5}}}, r"worlds\.a: earlier versions of the policy play in this world"),
+        (
+            {"a": {"name": "program", "options": {"function": "json:dumps"}}},
+            r"worlds\.a: the episodes .* are runs of a program",
+        ),
         ({"a": {"name": "chain", "weight": 1000}, "b": SEARCH}, r"b\.weight=1 is below 1 of 100 tasks"),
     ],
 )
