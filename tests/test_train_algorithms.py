@@ -117,7 +117,7 @@ def test_moving_baselines_are_carried_over_a_stop(tmp_path: Path) -> None:
 
 
 def test_continuations_of_turns_are_sampled_stored_and_trained_on(tmp_path: Path) -> None:
-    records = trained(tmp_path, "algo.name=anchor_gae", "feed.branches=3", "engine.fork_min_tokens=4")
+    records = trained(tmp_path, "algo.name=anchor_gae", "feed.branches=3")
     assert sum(record["rollout/branches"] for record in records) > 0
     for step, record in enumerate(records, start=1):
         rows = Store(tmp_path / "trajectories").read(f"train-{step:06d}")
