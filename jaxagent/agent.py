@@ -275,5 +275,5 @@ def _not_alone(stem: Stem, step: Step) -> Diverged:
 def beside(first: Trajectory) -> Trajectory:
     """An empty row of the same rollout."""
     row = Trajectory(first.task, first.seed, first.group, first.rollout, attempts=first.attempts)
-    row.difficulty = first.difficulty
+    row.difficulty, row.trunk, row.trunk_turns = first.difficulty, first.trunk, first.trunk_turns
     return row

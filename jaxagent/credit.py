@@ -248,15 +248,7 @@ def _of_tokens(
 def _of_comparisons(
     rollouts: Sequence[Rollout], rewards: Sequence[np.ndarray], mask_BU: np.ndarray, algorithm: Algorithm
 ) -> np.ndarray:
-    """The sum over the parts of the reward, which are one where they are not compared separately.
-
-    Raises ValueError where turns are to be compared by their states and the world names none.
-    """
-    if algorithm.turns == "state" and not any(turn.state for r in rollouts for turn in r.turns):
-        raise ValueError(
-            "algo.turns=state compares turns taken in the same state, but this world names no states (Step.state): all turns "
-            "would be alike; set algo.turns to index or all, or have the world say its states"
-        )
+    """The sum over the parts of the reward, which are one where they are not compared separately."""
     group = np.asarray(_ids([(r.group, r.segments[0].role) for r in rollouts]))
     state = padded([np.asarray(ids) for ids in _nested_ids([[turn.state for turn in r.turns] for r in rollouts])])
     names = sorted({name for r in rollouts for turn in r.turns for name in turn.parts}) if algorithm.separate else []

@@ -21,7 +21,7 @@ from jaxagent.algos.values import branch_scores, chosen_turns
 from jaxagent.data.tasks import TaskStream, ValueStream
 from jaxagent.envs.env import ENDLESS, Task, World, size_of
 from jaxagent.journal import Journal
-from jaxagent.rollout import Rollouts, wait
+from jaxagent.rollout import STOP_POLL_S, Rollouts, Stopped, wait
 from jaxagent.search import Tree, search
 from jaxagent.stem import paths_of, stem_of, want_one_agent
 from jaxagent.types import Group, Peers, Sampling, Trajectory, sampling_key
@@ -132,11 +132,6 @@ class Admitted:
 
 
 POLL_S = 0.005  # how often it is looked whether the device is free, while there is something to do on it
-STOP_POLL_S = 0.2  # how often it is looked whether the run is to stop
-
-
-class Stopped(Exception):
-    """The run is to stop while rollouts are waited for; the feed is as it was when the step began."""
 
 
 @dataclass(frozen=True)
@@ -209,7 +204,7 @@ class Feed:
             version: of the weights that these groups are trained on, which are published.
             steps_left: steps after this one.
             meanwhile: what is done with groups while others are played.
-            stop: whether the run is to stop. Raises Stopped, at once, where it says so.
+            stop: whether the run is to stop. Raises Stopped, at once, where it says so; the feed is then as it was before.
         """
         before = self.state() if stop else {}
         try:
@@ -238,7 +233,8 @@ class Feed:
                     waiting.meanwhile.add(group)
                 self._check_age(group, version)
             if self.options.branches:
-                self._branch([(groups[admitted.number], self.world.task("train", admitted.index)) for admitted in due])
+                finished = [(groups[admitted.number], self.world.task("train", admitted.index)) for admitted in due]
+                self._branch(finished, waiting.stop)
             endings = self._endings(groups.values())
             for admitted in due:
                 group, (solved, played, signal) = groups[admitted.number], endings[admitted.key]
@@ -269,7 +265,7 @@ class Feed:
 
     def _check_age(self, group: Group, version: int) -> None:
         """Raises RuntimeError for a token that is older than it may be: the pacing has failed."""
-        for row in group.trajectories:
+        for row in (row for row in group.trajectories if row.stop.counts):  # broken seats of earlier versions are among them
             oldest = min((v for v, sampled in zip(row.version, row.mask, strict=True) if sampled), default=version)
             if version - oldest > self.options.max_staleness:
                 raise RuntimeError(
@@ -280,7 +276,7 @@ class Feed:
     def _endings(self, groups: Iterable[Group]) -> dict[str, tuple[int, int, bool]]:
         """How many rollouts solved it, how many count, and whether it has a signal, of every group, whoever played it."""
         ended: dict[str, tuple[int, int, bool]] = {}
-        for group in (group for group in groups if group.trajectories):
+        for group in (group for group in groups if group.rows):  # of the other hosts' groups nothing is here
             counted = [row for row in group.trajectories if row.stop.counts and not row.segment]
             ended[group.key] = sum(row.solved for row in counted), len(counted), has_signal(group)
         for others in self.peers.gather(ended) if self.peers else ():
@@ -292,14 +288,21 @@ class Feed:
         own = [admitted for admitted in self.ahead if admitted.episodes]
         return {"feed/ahead": float(len(own)), "feed/ahead_finished": float(sum(admitted.finished for admitted in own))}
 
-    def search(self, shape: Callable[[Group], None] | None = None) -> tuple[list[Group], list[Tree]]:
+    def search(
+        self, shape: Callable[[Group], None] | None = None, stop: Callable[[], bool] | None = None
+    ) -> tuple[list[Group], list[Tree]]:
         """Groups of what a search over turns found for each task, `rollouts` simulations each, and the trees.
 
-        Only the reward of what was found is shaped, not what the search goes by.
+        Only the reward of what was found is shaped, not what the search goes by. `stop` is that of `take`.
         """
+        before = self.state() if stop else {}
         places = self._draw(self.options.prompts)
         named = [(f"train/{number}", self.world.task("train", index)) for number, index in places]
-        trees = search(self.rollouts, named, self.sampling, self.options.rollouts)
+        try:
+            trees = search(self.rollouts, named, self.sampling, self.options.rollouts, stop=stop)
+        except Stopped:
+            self.restore(before)
+            raise
         groups = [Group(tree.group, [*tree.episodes, *tree.lost]) for tree in trees]
         endings = self._endings(groups)
         for group, (_, index) in zip(groups, places, strict=True):
@@ -308,7 +311,7 @@ class Feed:
                 shape(group)
         return groups, trees
 
-    def _branch(self, finished: Sequence[tuple[Group, Task]]) -> None:
+    def _branch(self, finished: Sequence[tuple[Group, Task]], stop: Callable[[], bool] | None) -> None:
         """Has turns of finished groups continued, all at once. Raises ValueError for worlds of several agents."""
         started = []
         for group, task in finished:
@@ -324,7 +327,7 @@ class Feed:
                 stem, numbers = stem_of(rows[place[0]], place[1]), range(places.count(place))
                 started.append((group, self.rollouts.branch(stem, task, numbers, self.sampling)))
         for group, futures in started:
-            group.branches += wait(futures)
+            group.branches += wait(futures, stop)
 
     @property
     def first(self) -> int:

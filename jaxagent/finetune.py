@@ -205,8 +205,8 @@ def sampled(run: Run, round_: int, label: str) -> list[Group]:
     c = run.config
     shape = train.shaper(run, round_ / c.finetune.rounds)
     if c.finetune.mode != "search":
-        return run.feed.take(mixed=False, shape=shape)[0]
-    groups, trees = run.feed.search(shape)
+        return run.feed.take(mixed=False, shape=shape, stop=lambda: run.stopping)[0]
+    groups, trees = run.feed.search(shape, stop=lambda: run.stopping)
     labels = run.workdir / "labels" / f"{label}.jsonl"
     labels.parent.mkdir(exist_ok=True)
     labels.write_text("".join(json.dumps(record) + "\n" for tree in trees for record in label_records(tree)))

@@ -8,6 +8,9 @@ broke, and begins again under the same key.
 
 A line is the CRC-32 of what follows, in hex, and a JSON object; one that is torn or damaged counts as never written. There is a
 file for every stretch between two saves, and it is kept as long as a checkpoint that a run may go on from needs what is in it.
+Every host writes files of its own and reads those of all: a run may go on with more or fewer of them.
+
+Kept are the rollouts of training groups. Continuations of their turns, what a search plays, and evaluations are played anew.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ import os
 import threading
 import zlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,15 +37,20 @@ class Diverged(Exception):
 class Journal:
     """The turns and episodes of a run's training groups. Groups are numbered in the order in which they are trained on."""
 
-    def __init__(self, folder: Path, *, redraw: bool):
-        """Args: redraw: turns that are known are sampled again and compared, since every bit of them is fixed by their key and
-        the weights: what is cached of them is then also what it was. Otherwise they are prefilled.
+    def __init__(self, folder: Path, *, redraw: bool, own: str = "", topology: str = ""):
+        """Args:
+        folder: of all hosts' files.
+        redraw: turns that are known are sampled again and compared, since every bit of them is fixed by their key and the
+            weights: what is cached of them is then also what it was. Otherwise they are prefilled, as they all are where some
+            were sampled in another topology.
+        own: the folder in it that this host writes to.
+        topology: names what may round otherwise than another does: the number of hosts and their devices.
         """
-        self.folder, self.redraw = folder, redraw
+        self.folder, self.own, self.redraw, self.topology = folder, folder / own, redraw, topology
         self.fault: OSError | None = None  # why nothing can be written any more
         self._episodes: dict[tuple[str, int], list[Trajectory]] = {}
         self._turns: dict[tuple[str, int], dict[str, Any]] = {}
-        self._highest: dict[Path, int] = {}  # the last group in every file
+        self._highest: dict[Path, int] = {}  # the last group in every file of this host's own
         self._needed = 0  # the first group that the save before the last one needs
         self._file: io.FileIO | None = None  # without a buffer: what was written survives the process
         self._lock = threading.Lock()
@@ -51,13 +59,13 @@ class Journal:
 
     def begin(self, first: int) -> tuple[int, int]:
         """Takes up what is there of groups from number `first` on; returns how many episodes and unfinished turns that is."""
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self.own.mkdir(parents=True, exist_ok=True)
         self._needed = first
-        for path in sorted(self.folder.glob("*.jsonl")):
-            self._highest[path] = -1
+        for path in sorted(self.folder.rglob("*.jsonl")):
+            numbers = [-1]
             for record in read(path):
                 number = _number(record["group"])
-                self._highest[path] = max(self._highest[path], number)
+                numbers.append(number)
                 if number < first:
                     continue
                 if "rows" in record:
@@ -65,6 +73,9 @@ class Journal:
                     self._episodes[record["group"], record["rollout"]] = rows
                 else:
                     self._turns[record["trajectory"], record["turn"]] = record
+                    self.redraw &= record["topology"] == self.topology
+            if path.parent == self.own:
+                self._highest[path] = max(numbers)
         self._open()
         known = {(row[0].group, row[0].rollout) for row in self._episodes.values()}
         open_turns = sum((r["group"], r["rollout"]) not in known for r in self._turns.values())
@@ -93,7 +104,7 @@ class Journal:
 
     def _open(self) -> None:
         names = [int(path.stem) for path in self._highest]
-        path = self.folder / f"{max(names, default=-1) + 1:08d}.jsonl"
+        path = self.own / f"{max(names, default=-1) + 1:08d}.jsonl"
         self._file, self._highest[path] = io.FileIO(path, "x"), -1
         self._path = path
 
@@ -113,9 +124,10 @@ class Journal:
 
     # ------------------------------------------------------------------ what is known, and what is new
 
-    def episode(self, group: str, rollout: int) -> list[Trajectory] | None:
-        """The rows of an episode that was finished before the run was stopped."""
-        return self._episodes.pop((group, rollout), None)
+    def episode(self, group: str, rollout: int, task: Mapping[str, Any]) -> list[Trajectory]:
+        """The rows of an episode that was finished before the run was stopped; none where its task is another now."""
+        rows = self._episodes.pop((group, rollout), [])
+        return rows if rows and (rows[0].task, rows[0].seed) == (task["id"], task["seed"]) else []
 
     def finish(self, rows: list[Trajectory]) -> None:
         """Keeps a finished episode. Not where experts were recorded: these are not stored, and would be missing."""
@@ -123,32 +135,37 @@ class Journal:
             first = rows[0]
             self._write({"group": first.group, "rollout": first.rollout, "rows": [row.to_json() for row in rows]})
 
-    def turn(self, trajectory: str, number: int) -> dict[str, Any] | None:
-        return self._turns.get((trajectory, number))
+    def turn(self, place: dict[str, Any], trajectory: str) -> dict[str, Any] | None:
+        """A turn that was sampled before the run was stopped, in an episode of the same task."""
+        kept = self._turns.get((trajectory, place["turn"]))
+        return kept if kept and (kept["task"], kept["seed"]) == (place["task"], place["seed"]) else None
 
     def sampled(self, place: dict[str, Any], request: SampleRequest, sample: Sample) -> None:
         """Keeps a sampled turn, before its world knows of it."""
         if sample.routing is None:
             told = {name: getattr(sample, name) for name in ("tokens", "logprobs", "versions", "stopped")}
-            self._write({**place, "trajectory": request.trajectory, "fed": list(request.tokens), **told})
+            self._write(
+                {**place, "topology": self.topology, "trajectory": request.trajectory, "fed": list(request.tokens), **told}
+            )
 
 
 class Recorded:
     """The sampler of one attempt at an episode: it keeps turns, and says those again that were kept. Implements `Sampler`."""
 
-    def __init__(self, sampler: Sampler, journal: Journal, group: str, rollout: int):
+    def __init__(self, sampler: Sampler, journal: Journal, row: Trajectory):
+        """Args: row: the episode's first one."""
         self.sampler, self.journal = sampler, journal
-        self.group, self.rollout = group, rollout
+        self.episode = {"group": row.group, "rollout": row.rollout, "task": row.task, "seed": row.seed}
         self._taken: Counter[str] = Counter()
         self._owed: dict[str, list[int]] = {}  # what was said again and the sampler does not hold yet
 
     async def generate(self, request: SampleRequest) -> Sample:
         name, number = request.trajectory, self._taken[request.trajectory]
         self._taken[name] += 1
-        kept = self.journal.turn(name, number)
+        place = {**self.episode, "turn": number}
+        kept = self.journal.turn(place, name)
         if kept is None:
             sample = await self._sample(request)
-            place = {"group": self.group, "rollout": self.rollout, "turn": number}
             self.journal.sampled(place, request, sample)
             return sample
         _compare(f"{name}, turn {number}: the world's answer", list(request.tokens), kept["fed"])

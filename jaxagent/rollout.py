@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -25,7 +26,12 @@ from jaxagent.journal import Journal, Recorded
 from jaxagent.stem import Resumed, Stem
 from jaxagent.types import Sampling, StopReason, Trajectory, sampling_key
 
+STOP_POLL_S = 0.2  # how often it is looked whether the run is to stop
 LEAVE_S = 5.0  # that a world has to end or to close when it is told to; then it is left behind
+
+
+class Stopped(Exception):
+    """The run is to stop while rollouts are waited for."""
 
 
 class DeadlineMissed(Exception):
@@ -140,7 +146,7 @@ class Rollouts:
             await self._sandbox.close()
 
     async def _episode(self, group: str, task: Task, rollout: int, how: _How) -> list[Trajectory]:
-        if how.journal and (kept := how.journal.episode(group, rollout)):
+        if how.journal and (kept := how.journal.episode(group, rollout, task)):
             return kept
         async with self._gate:
             for attempt in range(1, self.options.attempts + 1):
@@ -205,7 +211,7 @@ class Rollouts:
             await agent.play(env, task, rows, key, how.sampling, how.stem)
             return
         if isinstance(agent, Agent) and (journal := how.journal):  # of a program only whole episodes are kept
-            agent = agent.through(lambda sampler: Recorded(sampler, journal, first.group, first.rollout))
+            agent = agent.through(lambda sampler: Recorded(sampler, journal, first))
         await agent.play(Ablated(env) if how.ablated else env, task, rows, key, how.sampling)
 
     async def _within_deadline(self, episode: asyncio.Task[None]) -> None:
@@ -269,6 +275,10 @@ async def _leave(env: Env) -> None:
             closing.exception()
 
 
-def wait(futures: list[Future[list[Trajectory]]]) -> list[Trajectory]:
-    """The rows of a group's episodes, in the order of its rollouts."""
+def wait(futures: list[Future[list[Trajectory]]], stop: Callable[[], bool] | None = None) -> list[Trajectory]:
+    """The rows of a group's episodes, in the order of its rollouts. Raises Stopped where `stop` says so before all are over."""
+    while stop and (left := [future for future in futures if not future.done()]):
+        if stop():
+            raise Stopped
+        wait_for(left, STOP_POLL_S)
     return [row for future in futures for row in future.result()]

@@ -53,7 +53,7 @@ class Edge:
     """A turn in a state. `visits` and `total` are of all simulations, `drawn` and `returned` of those that count for labels."""
 
     reward: float
-    episode: int  # the first one that took it, and the turn's number there
+    episode: int  # the first one that took it, and went on where any did; and the turn's number there
     turn: int
     after: Node | None = None  # None while no turn followed
     prior: float | None = None  # of the value function
@@ -133,6 +133,7 @@ class Tree:
             if number + 1 == len(row.turns):
                 break
             if edge.after is None:
+                edge.episode = len(self.episodes) - 1  # what goes on from there takes its beginning from this one
                 edge.after = Node(stem.then(row, number + 1), drawn=1)
                 edge.prior = edge.reward + self.value(edge.after.stem.tokens) if self.value else None
             node = edge.after
@@ -182,10 +183,14 @@ def search(
     simulations: int,
     options: SearchOptions | None = None,
     value: Value | None = None,
+    stop: Callable[[], bool] | None = None,
 ) -> list[Tree]:
     """A tree for every (group name, task), each of `simulations` episodes and continuations; all trees grow side by side.
 
     The draws depend on the run's seed, the group and the place in the tree, and the tree on what was drawn: the same again.
+
+    Args:
+        stop: whether the run is to stop. Raises Stopped where it says so.
 
     Raises ValueError for worlds of several agents, and where a conversation is begun anew in another row.
     """
@@ -202,7 +207,7 @@ def search(
             node.drawn += 1
             started.append((tree, (node, path), future))
         for tree, place, future in started:
-            rows = wait([future])
+            rows = wait([future], stop)
             want_one_agent(rows)
             if len(rows) > 1:
                 raise ValueError(f"{rows[0].task}: its conversation was begun anew in another row; a search needs all in one")

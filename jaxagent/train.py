@@ -30,7 +30,7 @@ from jaxagent.data.store import Store, audit
 from jaxagent.echoes import Echoes, MetricsOptions
 from jaxagent.engine.replicas import Replicas
 from jaxagent.evaluate import evaluate
-from jaxagent.feed import Feed, FeedOptions, Stopped, has_signal, stream_of
+from jaxagent.feed import Feed, FeedOptions, has_signal, stream_of
 from jaxagent.hosts import ALONE, Hosts, here, join
 from jaxagent.journal import Journal
 from jaxagent.learner import OptimizerOptions
@@ -39,7 +39,8 @@ from jaxagent.parts import Learning, Parts, build, faults, shaping_within, use_d
 from jaxagent.process import Process, read_labels
 from jaxagent.progress import Progress
 from jaxagent.rewards.shaping import components
-from jaxagent.types import Group, Sampling, Trajectory
+from jaxagent.rollout import Stopped
+from jaxagent.types import Group, Sampling, Trajectory, Turn
 from jaxagent.update import Update, UpdateOptions
 from jaxagent.view import report
 from sandbox_client import InfrastructureError, SandboxStartError
@@ -100,7 +101,9 @@ class Run(Course):
         options = FeedOptions(**config.feed)
         tasks = stream_of(parts.world, config.seed, options)
         # With rollouts ahead the weights of a turn may be gone; in exact mode without, they and its key fix every bit of it.
-        self.journal = Journal(workdir / "journal" / self.own, redraw=config.engine.exact and not options.max_staleness)
+        redraw = config.engine.exact and not options.max_staleness
+        topology = f"{self.hosts.count} x {jax.local_device_count()}"
+        self.journal = Journal(workdir / "journal", redraw=redraw, own=self.own, topology=topology)
         sampling = Sampling(**config.sampling)
         self.feed = Feed(parts.world, tasks, parts.rollouts, sampling, options, self.hosts, self.journal)
         self.alarms = Alarms(**config.alarms, tools=bool(parts.world.tools))
@@ -197,20 +200,26 @@ def main(config: ConfigDict, workdir: str | Path, progress: Progress | None = No
 
 
 def story(run: Run, *chapters: Callable[[Run], None]) -> int:
-    """The whole run from its chapters. SIGTERM ends it, saved: at once while rollouts are waited for, or at the next step."""
+    """The whole run from its chapters. SIGTERM ends it, saved.
+
+    It is heard at once, within a fraction of a second, while one process alone waits for rollouts of a step: its groups, their
+    continuations, a search. On several hosts, in evaluations, in warm-up and while programs are compiled it is heard when the
+    step, or the next one, is over. After the last step nobody hears it.
+    """
     previous = signal.getsignal(signal.SIGTERM)
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, lambda *_: setattr(run, "stopping", True))
     try:
-        for chapter in chapters:
-            chapter(run)
-        return EXIT_DONE
-    except (Preempted, Stopped):
-        if run.checkpoints.latest() != run.step:  # what this step has sampled is in the journal
-            run.save()
-            run.checkpoints.wait()
-        run.progress.say(f"saved at step {run.step}; the same command resumes")
-        return EXIT_AGAIN
+        try:
+            for chapter in chapters:
+                chapter(run)
+            return EXIT_DONE
+        except (Preempted, Stopped):
+            if run.checkpoints.latest() != run.step:  # what this step has sampled is in the journal
+                run.save()
+                run.checkpoints.wait()
+            run.progress.say(f"saved at step {run.step}; the same command resumes")
+            return EXIT_AGAIN
     except OSError as error:
         if error.errno not in UNWRITABLE:
             raise
@@ -417,34 +426,58 @@ def shaper(run: Course, progress: float) -> Callable[[Group], None] | None:
     return (lambda group: run.shaping.apply(group, progress)) if run.shaping.active else None
 
 
-def sound(rows: Sequence[Trajectory], max_broken: float) -> list[Trajectory]:
-    """The rows that count. Raises Broken where the infrastructure lost too many, or a row is not what was sampled."""
+def sound(rows: Sequence[Trajectory], max_broken: float, hosts: Hosts = ALONE) -> list[Trajectory]:
+    """The rows of this host that count.
+
+    Raises Broken, on all hosts, where the infrastructure lost too many of all rows, or a row is not what was sampled.
+    """
     good = [row for row in rows if row.stop.counts]
-    broken = 1 - len(good) / max(1, len(rows))
-    if not good or broken > max_broken:
-        error = next((row.error for row in rows if not row.stop.counts), "nobody acted")
+    error = next((row.error for row in rows if not row.stop.counts), "")
+    fault = next((f"{row.task}: {found}" for row in good if (found := audit(row))), "")
+    counts, totals, errors, faults_found = zip(*hosts.gather([len(good), len(rows), error, fault]), strict=True)
+    broken = 1 - sum(counts) / max(1, sum(totals))
+    if not sum(counts) or broken > max_broken:
+        error = next(filter(None, errors), "nobody acted")
         raise Broken(
             f"{broken:.0%} of the episodes of this step were lost to the infrastructure (train.max_broken allows "
             f"{max_broken:.0%}); one of them said: {error}. The same command resumes from the last checkpoint."
         )
-    if fault := next((f"{row.task}: {found}" for row in good if (found := audit(row))), ""):
+    if fault := next(filter(None, faults_found), ""):
         raise Broken(f"what was sampled is not what would be trained: {fault}")
     return good
 
 
+def want_states(turns: Sequence[Turn], hosts: Hosts) -> None:
+    """Raises ValueError, on all hosts, where no turn of any of them was taken in a state with a name."""
+    if not hosts.any(any(turn.state for turn in turns)):
+        raise ValueError(
+            "algo.turns=state compares turns taken in the same state, but this world names no states (Step.state): all turns "
+            "would be alike; set algo.turns to index or all, or have the world say its states"
+        )
+
+
 def described(run: Run, groups: Sequence[Group]) -> dict[str, float]:
-    """The numbers of a step's rollouts. Raises Broken, and stores the rows, where they cannot be trained on."""
+    """The numbers of a step's rollouts. Raises Broken, and stores the rows, where they cannot be trained on.
+
+    Raises ValueError where turns are to be compared by their states and in the first step, which is of several groups, there
+    are none. Later, or of one group alone, it may be that the worlds of a mixture that name them had no turn.
+    """
     rows = [row for group in groups for row in group.trajectories]
     branches = [row for group in groups for row in group.branches]
     try:
-        good = sound(rows, run.config.train.max_broken)
-        continued = sound(branches, run.config.train.max_broken) if branches else []
+        good = sound(rows, run.config.train.max_broken, run.hosts)
+        branched = run.hosts.any(bool(branches))
+        continued = sound(branches, run.config.train.max_broken, run.hosts) if branched else []
     except Broken:
-        run.store.write(f"broken-{run.step - run.config.warmup.steps + 1:06d}", rows)
+        step = run.step - run.config.warmup.steps + 1
+        run.store.write(f"broken-{step:06d}", [row for group in groups for row in group.rows])
         raise
     once = [row for row in good if not row.segment]  # a rollout may have several rows
     sampled = sum(sum(row.mask) for row in good)
     turns = [turn for row in good for turn in row.turns]
+    by_state = run.parts.algorithm.turns == "state" and not run.config.finetune.mode
+    if by_state and run.step == run.config.warmup.steps and len(groups) > 1:
+        want_states(turns, run.hosts)
     tools = [record for turn in turns for record in turn.tools]
     stats = run.parts.engines.take_stats()
     since = run.clock.lap()  # of groups ahead of their step something is sampled all the time
@@ -477,6 +510,9 @@ def described(run: Run, groups: Sequence[Group]) -> dict[str, float]:
     stops = run.hosts.gather(sorted({row.stop for row in rows}))
     for stop in sorted({stop for of_host in stops for stop in of_host}):
         values[f"rollout/stop_{stop}"] = mean(row.stop == stop for row in rows)
+    paid = run.hosts.gather(sorted(name for name in values if name.startswith("reward/part_")))
+    for name in sorted({name for of_host in paid for name in of_host}):  # a part that no episode of this host has is 0 in all
+        values.setdefault(name, Mean(0.0, len(once)))
     return values
 
 

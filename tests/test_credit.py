@@ -200,9 +200,13 @@ def test_gigpo_compares_turns_taken_in_the_same_state() -> None:
     assert metrics["credit/state_singletons"] == pytest.approx(1 / 11)
 
 
-def test_states_that_a_world_does_not_name_are_no_states() -> None:
-    with pytest.raises(ValueError, match=r"algo\.turns=state .* this world names no states"):
-        assign([group("a", row(0, [1.0]), row(1, [0.0]))], choose("gigpo"))
+def test_a_group_whose_world_names_no_states_has_the_same_credit_alone_and_in_its_step() -> None:
+    made = [group("a", row(0, [1.0]), row(1, [0.0])), group("b", row(0, [1.0, 0], states="xy"), row(1, [0.0], states="x"))]
+    whole = assign(made, choose("gigpo"))
+    assert len(whole[0]) == 2
+    for one, credits in zip(made, whole, strict=True):
+        (alone,) = assign([one], choose("gigpo"))
+        assert [c.advantage.tolist() for c in alone] == [c.advantage.tolist() for c in credits]
 
 
 def test_turn_ppo_reads_the_value_where_the_turn_begins_and_judges_there() -> None:

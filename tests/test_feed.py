@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
-from scripted import ScriptedSampler
+from scripted import ScriptedSampler, never
 from toys import InTurns, Parity, Stairs, climbing
 
 from jaxagent.agent import Agent, Limits
@@ -18,9 +18,9 @@ from jaxagent.algos.table import choose
 from jaxagent.chat.plain import PlainTemplate
 from jaxagent.credit import assign
 from jaxagent.data.tasks import TaskStream, ValueStream
-from jaxagent.feed import Feed, FeedOptions, Stopped, has_signal, stream_of
-from jaxagent.rollout import RolloutOptions, Rollouts
-from jaxagent.types import Group, Message, SampleRequest, Sampling, StopReason, Trajectory, Turn
+from jaxagent.feed import Feed, FeedOptions, has_signal, stream_of
+from jaxagent.rollout import RolloutOptions, Rollouts, Stopped
+from jaxagent.types import Group, Message, Sample, SampleRequest, Sampling, StopReason, Trajectory, Turn
 
 PLAIN = PlainTemplate()
 
@@ -207,6 +207,29 @@ def test_tasks_of_a_world_without_end_cannot_be_drawn_by_value() -> None:
         FeedOptions(max_repeats=-1)
 
 
+# ---------------------------------------------------------------------- earlier versions of the policy beside it
+
+
+def played(version: int, *, past: bool = False, stop: StopReason = StopReason.ANSWERED) -> Trajectory:
+    made = Trajectory("t", 0, "train/0", 0, past=past, stop=stop)
+    made.feed([1])
+    made.sampled(Sample([2], [0.0], [version], True, 0, [1]), "", "")
+    return made
+
+
+def test_only_what_is_trained_on_may_not_be_too_old() -> None:
+    broken = played(0, past=True, stop=StopReason.INFRA_FAILURE)
+    with feeding(max_staleness=1) as feed:
+        feed._check_age(Group.of("train/0", [played(4), broken, played(0, past=True)]), 5)
+        with pytest.raises(RuntimeError, match=r"version 3 of the weights .* version 5, but feed\.max_staleness is 1"):
+            feed._check_age(Group.of("train/0", [broken, played(3)]), 5)
+
+
+def test_a_group_in_which_only_an_earlier_version_acted_is_told_as_one_that_nobody_played() -> None:
+    with feeding() as feed:
+        assert feed._endings([Group.of("train/0", [played(0, past=True)])]) == {"train/0": (0, 0, False)}
+
+
 # ---------------------------------------------------------------------- continuations of turns
 
 
@@ -225,6 +248,25 @@ def climbing_feed(world: Stairs | None = None, **options: Any) -> Iterator[Feed]
         yield Feed(world, TaskStream(99, 0), rollouts, Sampling(max_tokens=4), FeedOptions(prompts=6, rollouts=4, **options))
     finally:
         rollouts.close()
+
+
+@pytest.mark.parametrize("searched", [False, True])
+def test_a_feed_that_is_stopped_while_turns_are_continued_is_as_it_was_before(searched: bool) -> None:
+    waiting: list[str] = []
+
+    def stuck(text: str, request: SampleRequest) -> Any:
+        if "@" not in request.trajectory:
+            return wandering(text, request)
+        waiting.append(request.trajectory)
+        return never()
+
+    with climbing_feed(branches=5) as feed:
+        assert isinstance(feed.rollouts.agent, Agent)
+        feed.rollouts.agent.sampler = ScriptedSampler(PLAIN, stuck)
+        before = json.dumps(feed.state())
+        with pytest.raises(Stopped):
+            _ = feed.search(stop=lambda: bool(waiting)) if searched else feed.take(mixed=False, stop=lambda: bool(waiting))
+        assert json.dumps(feed.state()) == before
 
 
 def rows(groups: Sequence[Group]) -> list[list[list[int]]]:

@@ -190,7 +190,7 @@ def test_two_processes_take_the_steps_of_one_and_each_has_its_own_copy_to_sample
 STORY = (
     *("env.name=tests.letters", "model.width=32", "model.layers=1", "model.heads=2", "model.ffn_width=48"),
     *("agent.max_turns=1", "agent.max_tokens=48", "sampling.max_tokens=12", "engine.slots=8", "engine.slot_tokens=48"),
-    *("engine.chunk=48", "engine.append_rows=4", "engine.append_tokens=(16,)", "engine.fork_min_tokens=1000"),
+    *("engine.chunk=48", "engine.append_rows=4", "engine.append_tokens=(16,)"),
     *("learner.batch_rows=4", "learner.row_tokens=64", "feed.prompts=4", "feed.rollouts=4", "train.minibatches=2"),
     *("evaluate.every=0", "evaluate.tasks=4", "evaluate.final_tasks=4", "evaluate.ablate=False", "sandbox.code=off"),
     *("checkpoint.every=1", "optimizer.lr=1e-4", "optimizer.warmup_steps=0", "alarms.stop="),

@@ -206,6 +206,47 @@ def test_files_are_dropped_when_no_checkpoint_needs_them_any_more(tmp_path: Path
     assert files == [names[:2], names[1:3], names[2:4], names[3:5]]
 
 
+def two_lines(journal: Journal, task: str = "t", seed: int = 0) -> Trajectory:
+    """A finished episode of group 4 and one turn of an unfinished one of group 5."""
+    row = Trajectory(task, seed, "train/4", 0, stop=StopReason.ANSWERED)
+    journal.begin(0)
+    journal.finish([row])
+    place = {"group": "train/5", "rollout": 0, "turn": 0, "task": task, "seed": seed}
+    journal.sampled(place, SampleRequest("train/5#0.1/agent", (1,), 0, (0, 0), ()), Sample([2], [0.0], [0], True, 0, [1]))
+    return row
+
+
+@pytest.mark.parametrize(("task", "seed"), [("t", 0), ("u", 0), ("t", 1)])
+def test_what_was_sampled_for_another_task_is_not_taken(task: str, seed: int, tmp_path: Path) -> None:
+    journal = Journal(tmp_path, redraw=False)
+    row = two_lines(journal)
+    journal.close()
+    again, same = Journal(tmp_path, redraw=False), (task, seed) == ("t", 0)
+    assert again.begin(0) == (1, 1)
+    again.close()
+    place = {"task": task, "seed": seed, "turn": 0}
+    assert again.episode("train/4", 0, {"id": task, "seed": seed}) == ([row] if same else [])
+    assert (again.turn(place, "train/5#0.1/agent") is not None) == same
+
+
+def test_a_run_goes_on_with_what_other_hosts_have_sampled_and_drops_only_files_of_its_own(tmp_path: Path) -> None:
+    two = Journal(tmp_path, redraw=True, own="host-1", topology="2 x 4")
+    two_lines(two)
+    two.close()
+    alone = Journal(tmp_path, redraw=True, topology="1 x 4")
+    assert alone.begin(0) == (1, 1)
+    assert not alone.redraw  # the other topology may have rounded otherwise
+    for first in (6, 7):
+        alone.rotate(first)
+    alone.close()
+    assert (tmp_path / "host-1" / "00000000.jsonl").is_file()
+    for host in ("", "host-1"):
+        again = Journal(tmp_path, redraw=True, own=host, topology="2 x 4")
+        assert again.begin(5) == (0, 1)
+        assert again.redraw
+        again.close()
+
+
 def test_an_episode_whose_experts_were_recorded_is_not_kept_since_they_are_not_stored(tmp_path: Path) -> None:
     journal = Journal(tmp_path, redraw=False)
     journal.begin(0)

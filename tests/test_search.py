@@ -15,7 +15,7 @@ from jaxagent.chat.plain import PlainTemplate
 from jaxagent.data.store import audit
 from jaxagent.rollout import RolloutOptions, Rollouts, wait
 from jaxagent.search import Node, SearchOptions, Tree, label_records, search, turn_labels
-from jaxagent.types import SampleRequest, Sampling, StopReason, Trajectory
+from jaxagent.types import Sample, SampleRequest, Sampling, StopReason, Trajectory
 
 PLAIN = PlainTemplate()
 SAMPLING = Sampling(max_tokens=4)
@@ -204,3 +204,28 @@ def test_worlds_of_several_agents_are_refused() -> None:
 def test_a_search_that_cannot_be_is_refused(name: str, value: float) -> None:
     with pytest.raises(ValueError, match=f"the {name} of a search must"):
         SearchOptions(**{name: value})
+
+
+def test_what_goes_on_takes_its_beginning_from_an_episode_that_went_on() -> None:
+    def row(turns: int, trunk_turns: int = 0) -> Trajectory:
+        """Turns of one token after one of the world; those of a stem are its prompt."""
+        made = Trajectory("t", 0, "g", 0, trunk_turns=trunk_turns, stop=StopReason.ANSWERED)
+        made.feed([1, 2] * trunk_turns)
+        for number in range(turns):
+            start = len(made.tokens) if number else 0
+            made.feed([1])
+            made.sampled(Sample([2], [0.0], [0], True, start, made.tokens[start:]), "", "")
+        return made
+
+    tree = Tree("g", {"id": "t", "seed": 0}, SearchOptions())
+    for turns in (1, 3):  # the same first turn, after which the first episode ended
+        tree.take(row(turns), tree.root)
+    assert tree.root
+    (first,) = tree.root.edges.values()
+    assert first.after and first.episode == 1
+    (second,) = first.after.edges.values()
+    assert second.after
+    tree.take(row(1, trunk_turns=1), first.after, [first])
+    tree.take(row(1, trunk_turns=2), second.after, [first, second])
+    assert [audit(episode) for episode in tree.episodes] == [""] * 4
+    assert [len(episode.turns) for episode in tree.episodes] == [1, 3, 2, 3]

@@ -12,13 +12,13 @@ import pytest
 from scripted import ScriptedSampler, script
 from toys import InTurns, Stairs, climbing
 
-from jaxagent.agent import Agent, Limits
+from jaxagent.agent import Agent, Limits, beside
 from jaxagent.chat.plain import PlainTemplate
 from jaxagent.data.store import audit
 from jaxagent.envs.env import Step, Task
 from jaxagent.rollout import RolloutOptions, Rollouts
 from jaxagent.stem import Stem, stem_of, want_one_agent
-from jaxagent.types import Message, SampleRequest, Sampling, StopReason, Trajectory
+from jaxagent.types import Group, Message, SampleRequest, Sampling, StopReason, Trajectory
 
 PLAIN = PlainTemplate()
 SAMPLING = Sampling(max_tokens=4)
@@ -111,6 +111,13 @@ def test_a_continuation_can_be_continued() -> None:
     assert (second.turns, second.group, second.trunk) == (4, "train/0#0@2#1@4", 0)
     assert further.tokens[: len(second.tokens)] == row.tokens[: row.turns[2].start]
     assert (further.trunk_turns, len(further.turns)) == (4, TURNS - 4)
+
+
+def test_a_conversation_begun_anew_in_a_continuation_is_still_of_it() -> None:
+    row = Stem("t", 0, "train/0#1@2", (1, 2), ((0, 1), (1, 2)), trunk=1).row(3)
+    further = beside(row)
+    assert (further.trunk, further.trunk_turns) == (1, 2)
+    assert Group.of("train/0", [row, further]).branches == [row, further]
 
 
 def test_a_stored_trajectory_has_the_same_stems() -> None:

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 
+import jax
+
 from jaxagent.engine.engine import Engine, EngineStats
 from jaxagent.models.transformer import Params
 from jaxagent.types import Sample, SampleRequest
@@ -25,32 +27,41 @@ class Replicas:
     def __init__(self, engines: Sequence[Engine], spread: Callable[[Params], Sequence[Params]] | None = None):
         """Args: spread: makes of published weights those of each engine, where they are not all of this process."""
         self.engines, self._spread = list(engines), spread
-        self._home: dict[str, int] = {}
+        self._home: dict[str, tuple[int, str]] = {}  # of a trajectory: its engine, and its group where that is followed
         self._groups: dict[str, int] = {}
+        self._mates: Counter[str] = Counter()  # of a group that is followed, those that are here
         self._load: Counter[int] = Counter()
 
     async def generate(self, request: SampleRequest) -> Sample:
         if request.trajectory not in self._home:
             self._settle(request)
-        return await self.engines[self._home[request.trajectory]].generate(request)
+        return await self.engines[self._home[request.trajectory][0]].generate(request)
 
     def _settle(self, request: SampleRequest) -> None:
         forks = len(request.tokens) >= self.engines[0].options.fork_min_tokens
         least = min(range(len(self.engines)), key=lambda i: self._load[i])
-        home = self._groups.setdefault(request.group, least) if forks and request.group else least
-        self._home[request.trajectory] = home
+        group = request.group if forks else ""
+        home = self._groups.setdefault(group, least) if group else least
+        self._home[request.trajectory] = home, group
         self._load[home] += 1
+        self._mates[group] += 1
 
     def release(self, trajectory: str) -> None:
-        home = self._home.pop(trajectory, None)
-        if home is not None:
-            self._load[home] -= 1
-            self.engines[home].release(trajectory)
-            if not self._home:
-                self._groups.clear()
+        if trajectory not in self._home:
+            return
+        home, group = self._home.pop(trajectory)
+        self._load[home] -= 1
+        self.engines[home].release(trajectory)
+        self._mates[group] -= 1
+        if not self._mates[group]:
+            del self._mates[group]
+            self._groups.pop(group, None)
 
     def publish(self, params: Params, version: int) -> None:
-        each = self._spread(params) if self._spread else [params] * len(self.engines)
+        each: Sequence[Params] = [params] * len(self.engines)
+        if self._spread:
+            with self.hold():  # a program of all the devices, which those of an engine must not cross
+                each = jax.block_until_ready(self._spread(params))
         for engine, own in zip(self.engines, each, strict=True):
             engine.publish(own, version)
 
@@ -71,10 +82,9 @@ class Replicas:
             arrived.release()
             free.wait()
 
-        held = [engine.post(pause) for engine in self.engines if engine.devices > 1]
-        for _ in held:
-            arrived.acquire()
         try:
+            for _ in [engine.post(pause) for engine in self.engines if engine.devices > 1]:
+                arrived.acquire()
             yield
         finally:
             free.set()

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from jaxagent.metrics import Mean
 from jaxagent.rewards import terms
 from jaxagent.rewards.terms import held
 from jaxagent.types import Group, Trajectory, Turn, by_rollout
@@ -185,8 +186,8 @@ def components(rows: Sequence[Trajectory]) -> dict[str, float]:
                 scored[name] = scored.get(name, 0.0) + value
         for name, value in scored.items():
             checks.setdefault(name, []).append((segments[0].outcome, value))
-    found = {f"part_{name}": total / len(episodes) for name, total in parts.items() if name != "outcome"}
+    found: dict[str, float] = {f"part_{name}": Mean(total, len(episodes)) for name, total in parts.items() if name != "outcome"}
     for name, pairs in checks.items():
-        found[f"check_{name}"] = sum(check for _, check in pairs) / len(pairs)
-        found[f"gap_{name}"] = sum(outcome - check for outcome, check in pairs) / len(pairs)
+        found[f"check_{name}"] = Mean.of(check for _, check in pairs)
+        found[f"gap_{name}"] = Mean.of(outcome - check for outcome, check in pairs)
     return found

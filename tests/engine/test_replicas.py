@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import pytest
@@ -11,13 +11,15 @@ import tiny
 
 from jaxagent.engine.engine import Engine, EngineOptions
 from jaxagent.engine.replicas import Replicas
+from jaxagent.models.transformer import Params
+from jaxagent.types import SampleRequest
 
 
 @contextmanager
-def engines(tensor: int) -> Iterator[Replicas]:
+def engines(tensor: int, spread: Callable[[Params], Sequence[Params]] | None = None) -> Iterator[Replicas]:
     """Two engines that hold no weights and sample nothing."""
     options = EngineOptions(slots=1, slot_tokens=16, chunk=16)
-    made = Replicas([Engine(tiny.config(), options, place) for place in tiny.mesh(data=2, tensor=tensor).replicas()])
+    made = Replicas([Engine(tiny.config(), options, place) for place in tiny.mesh(data=2, tensor=tensor).replicas()], spread)
     try:
         yield made
     finally:
@@ -56,3 +58,42 @@ def test_engines_without_anything_to_decode_leave_the_devices_free() -> None:
         while not replicas.idle() and time.monotonic() < deadline:
             time.sleep(0.001)
         assert replicas.idle()
+
+
+def test_an_engine_that_cannot_be_held_lets_the_others_go() -> None:
+    with engines(tensor=2) as replicas:
+        replicas.engines[1].close()
+        with pytest.raises(RuntimeError, match="closed"), replicas.hold():
+            raise AssertionError("nobody is held")
+        replicas.engines[0].post(lambda: None).result(timeout=60)
+
+
+def test_weights_are_spread_while_engines_of_several_devices_make_no_call() -> None:
+    called: list[int] = []
+
+    def spread(params: Params) -> Sequence[Params]:
+        replicas.engines[0].post(lambda: called.append(1))
+        time.sleep(0.05)
+        raise ZeroDivisionError(f"{len(called)} calls meanwhile")
+
+    with engines(tensor=2, spread=spread) as replicas, pytest.raises(ZeroDivisionError, match="0 calls meanwhile"):
+        replicas.publish({}, version=1)
+
+
+def test_mates_follow_each_other_and_a_group_is_forgotten_with_the_last_of_them() -> None:
+    with engines(tensor=1) as replicas:
+        prompt = tuple(range(replicas.engines[0].options.fork_min_tokens))
+
+        def settle(trajectory: str, group: str) -> None:
+            replicas._settle(SampleRequest(trajectory, prompt, 0, (0, 0), (), group=group))
+
+        for group in "abc":
+            for mate in "12":
+                settle(group + mate, group)
+        homes = {trajectory: home for trajectory, (home, _) in replicas._home.items()}
+        assert all(homes[group + "1"] == homes[group + "2"] for group in "abc")
+        assert set(homes.values()) == {0, 1}
+        for trajectory in ("a1", "b1", "b2", "b2", "unknown"):  # somebody is here all the time
+            replicas.release(trajectory)
+        assert set(replicas._groups) == set(replicas._mates) == {"a", "c"}
+        assert sum(replicas._load.values()) == len(replicas._home) == 3

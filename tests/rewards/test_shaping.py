@@ -134,7 +134,9 @@ def test_components_are_means_per_episode_and_gaps_over_those_that_were_checked(
     rows = [rollout(0, 1.0, [FAILED]), rollout(1, 1.0), rollout(2, 0.0)]
     rows[0].turns[-1].checks, rows[1].turns[-1].checks = {"other": 0.0}, {"other": 1.0}
     shaped(Shaping(failed_calls=0.3), *rows)
-    assert components(rows) == pytest.approx({"part_failed_calls": -0.02, "check_other": 0.5, "gap_other": 0.5})
+    found = components(rows)
+    assert found == pytest.approx({"part_failed_calls": -0.02, "check_other": 0.5, "gap_other": 0.5})
+    assert {name: value.count for name, value in found.items()} == {"part_failed_calls": 3, "check_other": 2, "gap_other": 2}
 
 
 def test_form_is_what_the_policy_can_help() -> None:
