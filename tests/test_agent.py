@@ -234,7 +234,7 @@ class Bargain(Lone):
 @pytest.mark.parametrize("ending", ["agent", "buyer", "seller"])
 def test_every_seat_has_a_row_of_its_own_and_the_end_makes_no_other(ending: str) -> None:
     def write(text: str, request: SampleRequest) -> Sequence[int]:
-        return PLAIN.turn(answer({"buyer": "b", "seller": "s"}[request.trajectory.split("/")[1].partition("#")[0]]))
+        return PLAIN.turn(answer({"buyer": "b", "seller": "s"}[request.trajectory.split("/")[1]]))
 
     sampler = ScriptedSampler(PLAIN, write)
     buyer, seller = play(Bargain(ending), sampler)
@@ -245,7 +245,7 @@ def test_every_seat_has_a_row_of_its_own_and_the_end_makes_no_other(ending: str)
     assert [turn.reward for turn in seller.turns] == [0.125 + 0.25]
     assert {row.stop for row in (buyer, seller)} == {StopReason.ENV_TERMINATED}
     assert {(row.task, row.seed, row.group, row.rollout) for row in (buyer, seller)} == {("toy/0", 3, "group", 0)}
-    assert sampler.released == ["group#0.1/buyer", "group#0.1/seller#1"]
+    assert sampler.released == ["group#0.1/buyer", "group#0.1/seller"]
 
 
 def test_seats_draw_independently_of_each_other() -> None:
