@@ -35,6 +35,7 @@ from .wire import (
 T = TypeVar("T")
 
 _BACKOFF_S, _BACKOFF_MAX_S = 0.05, 2.0
+_LEAST_S = 0.01  # a further attempt with less time is not begun: cut off, nobody would know whether it was carried out
 _BUSY_S, _BUSY_TIMES = 0.25, 4
 _CONNECT_S = 5.0
 _TAKE_BACK_S = 2.0
@@ -298,9 +299,11 @@ class Caller:
             pause_s = max(least_s, random.uniform(0, wait_s))  # full jitter: a herd spreads out
             if call.endpoint is None and any(e not in tried and not e.breaker.admits_in_s() for e in self.endpoints):
                 pause_s = 0.0  # another endpoint first
-            if pause_s >= call.left_s:
+            if pause_s + _LEAST_S >= call.left_s:
                 break
             await asyncio.sleep(pause_s)
+            if call.left_s < _LEAST_S:  # woken late
+                break
             wait_s = min(2 * wait_s, _BACKOFF_MAX_S)
         raise call.failure()
 

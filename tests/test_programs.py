@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
@@ -307,8 +308,10 @@ def test_a_program_ends_when_it_does_whatever_it_leaves_running() -> None:
     episode.world.verifier = lambda task, said: {"reward": said["reward"], "reason": said["output"]}
     outcome = asyncio.run(asyncio.wait_for(episode.run(task, Door("http://127.0.0.1:9", "k")), 30.0))
     assert outcome.reward == 1.0
-    stat = Path(f"/proc/{outcome.reason.strip()}/stat")
-    assert not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
+    stat, until = Path(f"/proc/{outcome.reason.strip()}/stat"), time.monotonic() + 10.0
+    while stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z":  # killed, and not gone yet
+        assert time.monotonic() < until
+        time.sleep(0.01)
 
 
 def test_the_words_of_programs_are_read_or_refused(tmp_path: Path) -> None:
