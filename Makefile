@@ -23,7 +23,7 @@ quickstart: $(VENV)/core  ## trains a small policy to use tools, on two CPU core
 maze: $(VENV)/core  ## the smoke test: a smaller policy, sparse reward, under two minutes
 	$(BIN)/jaxagent train --config=configs/maze.py --workdir=runs/maze $(ARGS)
 
-test: $(VENV)/dev  ## the test suite; a quarter of an hour on two cores, less once its programs are compiled
+test: $(VENV)/dev  ## the test suite; ten to fifteen minutes on two cores, less once its programs are compiled
 	$(BIN)/python -m pytest -n auto --maxprocesses=4 --dist=loadfile $(ARGS)
 
 learning: $(VENV)/dev  ## policies that must learn, and must not without what they are said to learn from
