@@ -6,7 +6,7 @@ caller among `concurrency` others (the number in a name), or of calls that come 
 CPU is counted for the client's process and for the server with all that it forks, dead children included; the machine's
 adds the kernel's own threads, and whatever else runs.
 
-`--soak=N` makes N runs and sessions instead and counts descriptors, processes, mounts, namespaces and cgroups around it.
+`--soak=N` makes N calls of every kind instead and counts descriptors, processes, mounts, namespaces and cgroups around it.
 """
 
 import argparse
@@ -320,21 +320,27 @@ async def soak(server: EmbeddedServer, calls: int) -> dict[str, Any]:
             return last
 
         async def mixed(number: int) -> None:
-            kind = number % 10
-            if kind < 6:
+            kind = number % 20
+            if kind < 8:
                 wanted, code = "ok", f"print({number})"
-            elif kind == 6:
-                wanted, code = "ok", "import os\nif os.fork() == 0:\n    os.setsid()\n    os.execvp('sleep', ['sleep', '60'])"
-            elif kind == 7:
-                wanted, code = "program_error", "import os; open('a', 'w').write('x' * 100000); os._exit(7)"
             elif kind == 8:
+                wanted, code = "ok", "import os\nif os.fork() == 0:\n    os.setsid()\n    os.execvp('sleep', ['sleep', '60'])"
+            elif kind == 9:
+                wanted, code = "program_error", "import os; open('a', 'w').write('x' * 100000); os._exit(7)"
+            elif kind == 10:
                 wanted, code = "ok", "print('x' * 2_000_000)"
-            else:
+            elif kind == 11:
                 async with await client.open_session(f"soak-{number}") as session:
                     await session.exec("kept = 1")
                     await session.exec("cd /; echo a > /box/tmp/b; sleep 60 &", "bash")
                     if (await session.exec("kept")).value != "1":
                         raise RuntimeError("a session has lost its state")
+                return
+            else:
+                session = live[number // 20 % len(live)]
+                value = await (session.call("look_up", {"key": "9"}) if kind < 16 else session.exec(f"{number} * 2"))
+                if value.value != ({"key": "9", "value": 81} if kind < 16 else str(number * 2)):
+                    raise RuntimeError(f"a live session answered {value}")
                 return
             result = await client.run_code(code)
             if result.outcome != wanted:
@@ -352,6 +358,7 @@ async def soak(server: EmbeddedServer, calls: int) -> dict[str, Any]:
             await asyncio.gather(*(session.close() for session in sessions))
             return {"sessions": count, "opened_s": round(opened_s, 2), "two_execs_each_s": round(used_s, 2)}
 
+        live = [await client.open_session(f"live-{number}", "functions") for number in range(32)]
         await measure(pid, 200, 16, mixed)
         many = await at_once(min(1_000, calls))
         before = await rest()
