@@ -61,7 +61,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         help="modules, comma-separated, imported before a program that uses them starts",
     )
     add("--code", choices=("require", "auto", "off"), default="require", help="auto: without a jail, functions only")
-    add("--min-isolation", choices=("L1", "L2", "L3"), default="L2", help="the least level at which code may run")
+    add("--min-isolation", choices=("L1", "L2", "L3", "L4"), default="L2", help="the least level at which code may run")
     add("--i-understand-unsandboxed", action="store_true", help="run code with no isolation at all, as this user")
     add("--behind-proxy", action="store_true", help="allow another address than loopback: a proxy brings TLS")
     add("--uid", type=int, default=64001, help="what root becomes; programs get the next one, graders the one after")
