@@ -356,18 +356,25 @@ def judged(results: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def belongings(pid: int) -> dict[str, int]:
-    """Returns what the server and all below it hold of the machine."""
+    """Returns what the server and all below it hold of the machine, and what this client does."""
     members = family(pid)
-    held = {"processes": len(members), "descriptors": 0, "mounts": 0, "namespaces": 0, "cgroups": 0}
+    own = {"client_descriptors": len(list(Path("/proc/self/fd").iterdir())), "client_tasks": len(asyncio.all_tasks())}
+    held = {"processes": len(members), **own, "threads": 0, "descriptors": 0, "mounts": 0, "namespaces": 0, "cgroups": 0}
     seen = set()
     for member in members:
         with contextlib.suppress(OSError):
             held["descriptors"] += len(list(Path(f"/proc/{member}/fd").iterdir()))
+            held["threads"] += len(list(Path(f"/proc/{member}/task").iterdir()))
             held["mounts"] += len(Path(f"/proc/{member}/mounts").read_text().splitlines())
             seen |= {str(entry.readlink()) for entry in Path(f"/proc/{member}/ns").iterdir()}
     held["namespaces"] = len(seen)
     held["cgroups"] = len(cgroups(members))
     return held
+
+
+async def server_metrics(server: EmbeddedServer) -> str:
+    async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {server.token}"}) as http:
+        return await (await http.get(f"{server.url}/metrics")).text()
 
 
 async def soak(server: EmbeddedServer, calls: int) -> dict[str, Any]:
@@ -381,6 +388,10 @@ async def soak(server: EmbeddedServer, calls: int) -> dict[str, Any]:
             last: dict[str, int] = {}
             for _ in range(100):
                 now = belongings(pid)
+                for line in (await server_metrics(server)).splitlines():  # what only the server can count
+                    name, _, value = line.partition(" ")
+                    if name in ("sandbox_tasks", "sandbox_sessions", "sandbox_children_ordered_dead"):
+                        now[name.removeprefix("sandbox_")] = int(float(value))
                 if now == last:
                     return now
                 last = now
