@@ -384,7 +384,8 @@ async def soak(server: EmbeddedServer, calls: int) -> dict[str, Any]:
     async with SandboxClient(server.url, server.token, timeout_s=120) as client:
 
         async def rest() -> dict[str, int]:
-            """Waits until the number of processes has stood still, then counts."""
+            """Waits until unused connections are closed and the number of processes has stood still, then counts."""
+            await asyncio.sleep(2 * wire.CLIENT_KEEP_ALIVE_S + 1)
             last: dict[str, int] = {}
             for _ in range(100):
                 now = belongings(pid)
