@@ -1,18 +1,20 @@
 """What the sandbox costs: `python benchmarks/sandbox.py` starts a server, loads it, and prints one JSON object.
 
-Absolute figures depend on the machine and on its neighbours, whose load stands beside them. So what matters is also
-given as a ratio to a cold, unisolated `python -c` that was measured in turns with it: `ratios`. Latencies are those of a
+`figures` is what is asked of the sandbox beside what was found; the rest is where that comes from, and more. Absolute
+figures depend on the machine and on its neighbours, whose load stands beside them: on a quiet one it takes about three
+minutes. Ratios are to a cold, unisolated `python -c` that was measured in turns with ours. Latencies are those of a
 caller among `concurrency` others (the number in a name), or of calls that come at their own pace (`at half load`).
 CPU is counted for the client's process and for the server with all that it forks, dead children included; the machine's
 adds the kernel's own threads, and whatever else runs.
 
-`--soak=N` makes N runs and sessions instead and counts descriptors, processes, mounts, namespaces and cgroups around it.
+`--soak=N` makes N calls of every kind instead and counts descriptors, processes, mounts, namespaces and cgroups around it.
 """
 
 import argparse
 import asyncio
 import contextlib
 import json
+import math
 import os
 import platform
 import random
@@ -29,7 +31,10 @@ import aiohttp
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
 
-from sandbox_client import EmbeddedServer, SandboxClient  # noqa: E402  (found beside this file, installed or not)
+from sandbox_client import EmbeddedServer, SandboxClient, wire  # noqa: E402  (found beside this file, installed or not)
+from sandbox_client.groups import Limits  # noqa: E402
+from sandbox_client.pool import Pool  # noqa: E402
+from sandbox_client.sessions import execute  # noqa: E402
 
 FUNCTIONS = """
 def session_functions(options):
@@ -41,6 +46,21 @@ def session_functions(options):
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 PLAIN, NUMPY = "print(1)", "import numpy\nprint(numpy.arange(9).sum())"
 Work = Callable[[int], Awaitable[None]]
+ASKED = (  # what it is called, where it stands in the results, at least or at most, how much
+    ("isolated runs per second / cold, unisolated ones", "ratios.isolated / cold", ">=", 2.0),
+    ("a fresh isolated run with numpy / a cold one, p50", "ratios.isolated numpy / cold numpy, one at a time", "<=", 0.1),
+    ("a run through the pool at half load, p50 ms", "pool at half load.p50_ms", "<=", 2.0),
+    ("a run through the pool at half load, p99 ms", "pool at half load.p99_ms", "<=", 10.0),
+    ("added by pool, HTTP and client at half load, p50 ms", "run_code at half load.added_p50_ms", "<=", 2.0),
+    ("added by pool, HTTP and client at half load, p99 ms", "run_code at half load.added_p99_ms", "<=", 10.0),
+    ("HTTP end to end at 80 % load, p99 ms", "run_code at 80 % load.p99_ms", "<=", 25.0),
+    ("one of 64 idle children, its share of pages, MB", "idle child.pss_mb", "<=", 2.0),
+    ("one of 64 idle children, what its cgroup counts, MB", "idle child.charged_mb", "<=", 2.0),
+    ("a session branched off, alone, p50 ms", "branch_1.p50_ms", "<=", 10.0),
+    ("a session branched off, 16 at once, each, p50 ms", "branch_16.p50_ms", "<=", 10.0),
+    ("function calls in live sessions per second", "call_32.per_s", ">=", 2000.0),
+    ("programs in live sessions per second", "exec_in_session_32.per_s", ">=", 2000.0),
+)
 
 
 def family(pid: int) -> dict[int, list[str]]:
@@ -167,12 +187,48 @@ async def compare(pid: int, client: SandboxClient, scale: float) -> dict[str, An
     best = {name: max(values) for name, values in rows.items()}
     ratios = {f"{name} / cold": round(best[name] / best["cold"], 2) for name in best if "numpy" not in name and name != "cold"}
     ratios["isolated numpy / cold numpy"] = round(best["isolated_numpy"] / best["cold_numpy"], 2)
-    alone = {}
+    alone: dict[str, float] = {}
     for suffix, code in programs.items():
         cold = await measure(pid, max(5, int(10 * scale)), 1, lambda _, code=code: spawn(sys.executable, "-c", code), 0.0)  # type: ignore[misc]
         isolated = await measure(pid, int(100 * scale), 1, lambda _, code=code: ours(code), 0.0)  # type: ignore[misc]
         alone[f"cold{suffix}_p50_ms"], alone[f"isolated{suffix}_p50_ms"] = cold["p50_ms"], isolated["p50_ms"]
+    together = "isolated numpy / cold numpy, one at a time"
+    ratios[together] = round(alone["isolated_numpy_p50_ms"] / alone["cold_numpy_p50_ms"], 3)
     return {"fresh_per_s": best, "all_turns_per_s": rows, "ratios": ratios, "one_at_a_time": alone}
+
+
+async def through_pool(level: str, scale: float) -> dict[str, Any]:
+    """Returns what a run takes from the wish for a child to the end of its program, without HTTP, and what waiting costs."""
+    cores = os.cpu_count() or 1
+    uid = 64002 if os.geteuid() == 0 else None
+    pool = Pool(level, (), uid, Limits(), max(16, 4 * cores))
+    if problem := await pool.start():
+        raise RuntimeError(f"wanted a pool at {level}: {problem}")
+
+    async def run(number: int) -> float:
+        child = await pool.take()
+        head = {"code": f"print({number})", "language": "python", "timeout_s": 10.0, "once": True}
+        reply = await execute(child, head, wire.RUN_OUTPUT_BYTES, pool.limits.memory_bytes)
+        child.kill("closed")
+        if reply["stdout"] != f"{number}\n":
+            raise RuntimeError(f"{number}: {reply}")
+        return 0.0
+
+    async def alone(number: int) -> None:
+        await run(number)
+
+    (pid,) = pool.process_ids()
+    await measure(pid, 100, 2 * cores, alone)
+    full = await measure(pid, int(1_000 * scale), 2 * cores, alone)
+    rows = {f"pool_{2 * cores}": full, "pool at half load": await paced(full["per_s"] / 2, int(3_000 * scale), run)}
+    await pool.close()
+    for name, imports in (("idle child", ()), ("idle child with numpy", ("numpy",))):
+        many = Pool(level, (), uid, Limits(), 64, imports)
+        await many.start()
+        await asyncio.sleep(2.0)
+        rows[name] = idle_memory(many.process_ids()[0])
+        await many.close()
+    return rows
 
 
 async def ask(http: aiohttp.ClientSession, server: EmbeddedServer, path: str, body: dict[str, Any]) -> Any:
@@ -215,7 +271,7 @@ def cgroups(members: Iterable[int]) -> list[Path]:
 
 
 def idle_memory(pid: int) -> dict[str, float]:
-    """Returns the memory of one waiting child in MiB: its share of pages, and what its cgroup counts, kernel included."""
+    """Returns the memory of one waiting child in MB: its share of pages, and what its cgroup counts, kernel included."""
     rows = family(pid)
     parents = {int(row[1]) for row in rows.values()}
     leaves = [member for member in rows if member not in parents and int(rows[member][1]) != pid]
@@ -223,14 +279,14 @@ def idle_memory(pid: int) -> dict[str, float]:
     for leaf in leaves:
         with contextlib.suppress(OSError, StopIteration):
             text = Path(f"/proc/{leaf}/smaps_rollup").read_text()
-            shares.append(int(next(line.split()[1] for line in text.splitlines() if line.startswith("Pss:"))) / 1024)
+            shares.append(int(next(line.split()[1] for line in text.splitlines() if line.startswith("Pss:"))) * 1024 / 1e6)
     charged = []
     for group in cgroups(rows):
         files = [group / name for name in ("memory.usage_in_bytes", "memory.current")]
         if group.name.isdigit() and (group / "cgroup.procs").read_text().strip():
-            charged += [int(file.read_text()) / (1 << 20) for file in files if file.exists()]
+            charged += [int(file.read_text()) / 1e6 for file in files if file.exists()]
     mean = lambda values: round(sum(values) / len(values), 2) if values else float("nan")  # noqa: E731
-    return {"children": len(shares), "pss_mib": mean(shares), "charged_mib": mean(charged)}
+    return {"children": len(shares), "pss_mb": mean(shares), "charged_mb": mean(charged)}
 
 
 async def load(server: EmbeddedServer, scale: float) -> dict[str, Any]:
@@ -265,7 +321,6 @@ async def load(server: EmbeddedServer, scale: float) -> dict[str, Any]:
         results["session_1"] = await measure(pid, int(500 * scale), 1, open_and_close)
         results["episode_of_4_calls_32"] = await measure(pid, int(1_500 * scale), 32, episode)
         if (await client.ready()).code:
-            results["idle_child"] = idle_memory(pid)
             results["exec_in_session_32"] = await measure(pid, int(5_000 * scale), 32, execute)
             results["run_code_16"] = await measure(pid, int(1_500 * scale), 16, run_code)
             results["run_code_1"] = await measure(pid, int(500 * scale), 1, run_code)
@@ -281,25 +336,45 @@ async def load(server: EmbeddedServer, scale: float) -> dict[str, Any]:
             for name, share in (("at half load", 0.5), ("at 80 % load", 0.8)):
                 # beside it the same requests with no program: what HTTP and the machine's neighbours cost by themselves
                 results[f"nothing {name}"] = await paced(most * share, int(1_000 * scale), nothing)
-                results[f"run_code {name}"] = await paced(most * share, int(1_000 * scale), timed)
+                results[f"run_code {name}"] = await paced(most * share, int(3_000 * scale), timed)
             results |= await compare(pid, client, scale)
             results |= await branches(server, scale)
+            results |= await through_pool(server.level, scale)
     return results
 
 
+def judged(results: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Returns each figure that is asked for with what was asked, what was found and whether that is enough."""
+    table = {}
+    for name, place, relation, limit in ASKED:
+        row, _, key = place.partition(".")
+        found = results.get(row, {}).get(key, float("nan"))
+        if not math.isnan(found):  # a level may not have it
+            met = found >= limit if relation == ">=" else found <= limit
+            table[name] = {"asked": f"{relation} {limit:g}", "found": found, "met": met}
+    return table
+
+
 def belongings(pid: int) -> dict[str, int]:
-    """Returns what the server and all below it hold of the machine."""
+    """Returns what the server and all below it hold of the machine, and what this client does."""
     members = family(pid)
-    held = {"processes": len(members), "descriptors": 0, "mounts": 0, "namespaces": 0, "cgroups": 0}
+    own = {"client_descriptors": len(list(Path("/proc/self/fd").iterdir())), "client_tasks": len(asyncio.all_tasks())}
+    held = {"processes": len(members), **own, "threads": 0, "descriptors": 0, "mounts": 0, "namespaces": 0, "cgroups": 0}
     seen = set()
     for member in members:
         with contextlib.suppress(OSError):
             held["descriptors"] += len(list(Path(f"/proc/{member}/fd").iterdir()))
+            held["threads"] += len(list(Path(f"/proc/{member}/task").iterdir()))
             held["mounts"] += len(Path(f"/proc/{member}/mounts").read_text().splitlines())
             seen |= {str(entry.readlink()) for entry in Path(f"/proc/{member}/ns").iterdir()}
     held["namespaces"] = len(seen)
     held["cgroups"] = len(cgroups(members))
     return held
+
+
+async def server_metrics(server: EmbeddedServer) -> str:
+    async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {server.token}"}) as http:
+        return await (await http.get(f"{server.url}/metrics")).text()
 
 
 async def soak(server: EmbeddedServer, calls: int) -> dict[str, Any]:
@@ -309,10 +384,15 @@ async def soak(server: EmbeddedServer, calls: int) -> dict[str, Any]:
     async with SandboxClient(server.url, server.token, timeout_s=120) as client:
 
         async def rest() -> dict[str, int]:
-            """Waits until the number of processes has stood still, then counts."""
+            """Waits until unused connections are closed and the number of processes has stood still, then counts."""
+            await asyncio.sleep(2 * wire.CLIENT_KEEP_ALIVE_S + 1)
             last: dict[str, int] = {}
             for _ in range(100):
                 now = belongings(pid)
+                for line in (await server_metrics(server)).splitlines():  # what only the server can count
+                    name, _, value = line.partition(" ")
+                    if name in ("sandbox_tasks", "sandbox_sessions", "sandbox_children_ordered_dead"):
+                        now[name.removeprefix("sandbox_")] = int(float(value))
                 if now == last:
                     return now
                 last = now
@@ -320,21 +400,27 @@ async def soak(server: EmbeddedServer, calls: int) -> dict[str, Any]:
             return last
 
         async def mixed(number: int) -> None:
-            kind = number % 10
-            if kind < 6:
+            kind = number % 20
+            if kind < 8:
                 wanted, code = "ok", f"print({number})"
-            elif kind == 6:
-                wanted, code = "ok", "import os\nif os.fork() == 0:\n    os.setsid()\n    os.execvp('sleep', ['sleep', '60'])"
-            elif kind == 7:
-                wanted, code = "program_error", "import os; open('a', 'w').write('x' * 100000); os._exit(7)"
             elif kind == 8:
+                wanted, code = "ok", "import os\nif os.fork() == 0:\n    os.setsid()\n    os.execvp('sleep', ['sleep', '60'])"
+            elif kind == 9:
+                wanted, code = "program_error", "import os; open('a', 'w').write('x' * 100000); os._exit(7)"
+            elif kind == 10:
                 wanted, code = "ok", "print('x' * 2_000_000)"
-            else:
+            elif kind == 11:
                 async with await client.open_session(f"soak-{number}") as session:
                     await session.exec("kept = 1")
                     await session.exec("cd /; echo a > /box/tmp/b; sleep 60 &", "bash")
                     if (await session.exec("kept")).value != "1":
                         raise RuntimeError("a session has lost its state")
+                return
+            else:
+                session = live[number // 20 % len(live)]
+                value = await (session.call("look_up", {"key": "9"}) if kind < 16 else session.exec(f"{number} * 2"))
+                if value.value != ({"key": "9", "value": 81} if kind < 16 else str(number * 2)):
+                    raise RuntimeError(f"a live session answered {value}")
                 return
             result = await client.run_code(code)
             if result.outcome != wanted:
@@ -352,6 +438,7 @@ async def soak(server: EmbeddedServer, calls: int) -> dict[str, Any]:
             await asyncio.gather(*(session.close() for session in sessions))
             return {"sessions": count, "opened_s": round(opened_s, 2), "two_execs_each_s": round(used_s, 2)}
 
+        live = [await client.open_session(f"live-{number}", "functions") for number in range(32)]
         await measure(pid, 200, 16, mixed)
         many = await at_once(min(1_000, calls))
         before = await rest()
@@ -390,6 +477,8 @@ def main() -> None:
             "load_after": os.getloadavg()[0],
             "start": {"wall_s": round(started_s, 3), "cpu_s": round(start_cpu_s, 3)},
             "stop_s": round(time.perf_counter() - stop, 3),
+            "took_s": round(time.perf_counter() - start, 1),
+            **({} if options.soak else {"figures": judged(results)}),
             **results,
         }
     print(json.dumps(report, indent=1))

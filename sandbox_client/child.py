@@ -80,6 +80,12 @@ class Child:
         self._groups: list[int] = []
         self._shell: Shell | None = None
 
+    def rehearse(self) -> None:
+        """Runs a program of nothing: the pages that every first program touches are then this child's before one waits."""
+        self._exec({"code": "print(end='')", "language": "python", "timeout_s": 1.0}, b"")
+        self._main, self._runs = None, 0
+        linecache.cache.clear()
+
     def serve(self) -> None:
         """Answers until the server closes the socket."""
         operations: dict[bytes, Callable[[Head, bytes], tuple[bytes, bytes]]] = {
@@ -416,5 +422,7 @@ def main(sock: socket.socket, lock: Locked | None, stem: bool) -> None:
     `stem`: it may be asked to copy itself.
     """
     sys.argv = [""]
+    session = Child(sock, lock, stem)
+    session.rehearse()
     send(sock, READY, b"{}")
-    Child(sock, lock, stem).serve()
+    session.serve()

@@ -9,6 +9,7 @@ import platform
 import sys
 from collections.abc import Sequence
 
+from . import gvisor
 from .app import Policy
 from .groups import Limits
 from .languages import Language, find, toolchains
@@ -112,11 +113,13 @@ async def choose(options: argparse.Namespace, functions: tuple[str, ...]) -> tup
         )
         await _start_others(pools)
         return pools, Policy(pool.level, _missing(pool.level, root), True, None, None, functions, _languages(pool, homes))
+    if options.min_isolation == "L4" and not unsupported:
+        rungs = [Rung("L4", await gvisor.refusal(), gvisor.REMEDY)]
     rungs = [unsupported] if unsupported else rungs
     reason = f"wanted isolation {options.min_isolation} or better; " + "; ".join(f"{r.level}: {r.reason}" for r in rungs)
     remedies = [rungs[-1].remedy] if rungs[-1].remedy else []
     if sys.platform == "linux" and not unsupported and options.min_isolation > "L1" and jail.landlock_abi() >= 6:
-        remedies.append("accept less with --min-isolation=L1")
+        remedies.append(f"accept less with --min-isolation={'L3' if options.min_isolation == 'L4' else 'L1'}")
     remedy = "; or ".join(remedies) or "run the server on another machine"
     if options.code == "require":
         raise StartError(f"{reason}: {remedy}; or serve fixed functions only with --code=auto")
@@ -132,6 +135,8 @@ async def self_test(options: argparse.Namespace) -> int:
         return Pool(level, (), uid, limits, warm)
 
     pool, _, rungs = (None, [], [unsupported]) if unsupported else await climb(make, LADDER, _limits(options), 4)
+    if not unsupported:
+        rungs = [Rung("L4", await gvisor.refusal(), gvisor.REMEDY), *rungs]
     for rung in rungs:
         print(f"{rung.level}: not here: {rung.reason}" + (f" [{rung.remedy}]" if rung.remedy else ""))
     if pool is None:

@@ -6,6 +6,7 @@ import os
 _READ_BYTES = 1 << 16
 _BURST_BYTES = 1 << 18  # after so much output in one go the loop turns to the others
 _BURST_PAUSE_S = 0.005
+_PATIENCE_S = 0.002  # most programs have ended by then, and what they wrote fits into the pipe
 
 
 class Output:
@@ -26,7 +27,7 @@ class Output:
         self._total = self._burst = 0
         self._used = True
         if self._descriptor >= 0:
-            self._loop.add_reader(self._descriptor, self._readable)
+            self._pause = self._loop.call_later(_PATIENCE_S, self._resume)
 
     def _read(self) -> int:
         """Reads once. Returns the number of bytes, 0 at the end, -1 when there is nothing now."""
@@ -57,20 +58,21 @@ class Output:
         self._pause = None
         self._loop.add_reader(self._descriptor, self._readable)
 
-    def _drain(self) -> None:
-        """Stops listening and takes what is still in the pipe."""
+    def _drain(self, least: int) -> None:
+        """Stops listening and takes what is still in the pipe, until a read brings less than `least` bytes."""
         if self._pause:
             self._pause.cancel()
             self._pause = None
-        if self._used and self._descriptor >= 0:
+        elif self._used and self._descriptor >= 0:
             self._loop.remove_reader(self._descriptor)
+        if self._used and self._descriptor >= 0:
             for _ in range(32):  # bounded, for a background program may refill the pipe as fast
-                if self._read() <= 0:
+                if self._read() < least:
                     break
 
     def end(self) -> tuple[str, int]:
         """Returns the text of the record and the count of bytes dropped."""
-        self._drain()
+        self._drain(_READ_BYTES)
         del self._tail[: max(0, len(self._tail) - self._half)]
         dropped = self._total - len(self._head) - len(self._tail)
         if not dropped:
@@ -80,6 +82,6 @@ class Output:
 
     def close(self) -> None:
         """Closes the pipe; the record can still be asked for."""
-        self._drain()
+        self._drain(1)  # to its end, should every writer be gone
         os.close(self._descriptor)
         self._descriptor = -1

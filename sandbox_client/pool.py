@@ -27,6 +27,7 @@ _BOOT = (
 _CREDENTIALS = struct.Struct("=iII")  # pid, uid, gid
 _WATCH_S = 0.1
 _START_S = 10.0
+_REST_S = 0.003  # a fork takes a core from the program for which the last child was taken
 
 
 def readable_paths() -> list[str]:
@@ -97,6 +98,7 @@ class Pool:
         self._children: dict[int, Child] = {}
         self._warm: deque[Child] = deque()
         self._starting = 0
+        self._resting = False
         self._waiting: deque[asyncio.Future[Child]] = deque()
         self._orders: deque[tuple[bytes, tuple[int, ...]]] = deque()
         self._reports = bytearray()
@@ -148,7 +150,11 @@ class Pool:
         while self._warm:
             child = self._warm.popleft()
             if child.alive:
-                self._refill()
+                if len(self._warm) < self._target // 2:
+                    self._refill()
+                elif not self._resting:
+                    self._resting = True
+                    self.loop.call_later(_REST_S, self._rested)
                 return child
         self.cold_takes += 1
         waiter = self.loop.create_future()
@@ -278,6 +284,10 @@ class Pool:
         except OSError:
             return  # it is gone: the reader of the control line will say so
         self.loop.remove_writer(self._control.fileno())
+
+    def _rested(self) -> None:
+        self._resting = False
+        self._refill()
 
     def _refill(self) -> None:
         while not (self._closed or self.dead) and len(self._warm) + self._starting < self._target + len(self._waiting):

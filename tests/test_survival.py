@@ -104,7 +104,8 @@ def gradients(*runs: list[Trajectory]) -> list[dict[str, Any]]:
         learner.restore({"params": fresh, "opt_state": moments}, updates=0)
         groups: dict[str, list[Trajectory]] = {}
         for row in run:
-            row.turns[-1].reward = zlib.crc32(bytes(str(row.tokens), "ascii")) % 97 / 97
+            if row.turns:  # a reward of what was lost would show
+                row.turns[-1].reward = zlib.crc32(bytes(str(row.tokens), "ascii")) % 97 / 97 if row.stop.counts else 1e3
             groups.setdefault(row.group, []).append(row)
         rows, idle = training_rows([Group(key, members) for key, members in groups.items()], TABLE["grpo"])
         for batch in pack(rows, batch_rows=8, row_tokens=256):
@@ -126,14 +127,23 @@ def test_episodes_whose_sandboxes_die_are_masked_and_the_others_are_what_they_wo
     assert all(facts(row) == known[row.group, row.rollout] for row in survivors)
 
 
-def test_with_second_attempts_or_replays_the_gradient_is_that_of_a_run_without_a_fault(server: EmbeddedServer) -> None:
+def test_the_gradient_is_a_faultless_run_s_over_what_survives_and_over_all_if_tried_again_or_replayed(
+    server: EmbeddedServer,
+) -> None:
     whole, _ = played(server, 0.0, attempts=1)
     again, retried = played(server, SHARE, attempts=5)
     replayed, rebuilt = played(server, SHARE, attempts=1, replayable=True)
     assert retried.killed >= 2 and rebuilt.killed == rebuilt.rebuilt >= 2
     assert [facts(row) for row in again] == [facts(row) for row in whole]
     assert [facts(row) for row in replayed] == [facts(row) for row in whole]
-    want, *others = gradients(whole, again, replayed)
+    rows, dead = played(server, SHARE, attempts=1)
+    alive = {(row.group, row.rollout) for row in rows if row.stop.counts}
+    assert len(alive) == TASKS * GROUP - dead.killed < TASKS * GROUP
+    spared = [row for row in whole if (row.group, row.rollout) in alive]
+    want, *others, got, survivors = gradients(whole, again, replayed, rows, spared)
     assert any(np.abs(leaf).max() > 1e-4 for leaf in jax.tree.leaves(want))
     for other in others:
         jax.tree.map(np.testing.assert_array_equal, other, want)
+    # those that were lost and not tried again are as if they had never been asked for
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-6), got, survivors)
+    assert any(np.abs(a - b).max() > 1e-5 for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True))

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import gzip
 import json
-import random
 import time
 import zlib
 from collections import Counter
@@ -23,12 +22,6 @@ WORDS = (
 def http(status: int, body: bytes, *headers: str) -> bytes:
     lines = [f"HTTP/1.1 {status} x", f"Content-Length: {len(body)}", *headers, "", ""]
     return "\r\n".join(lines).encode() + body
-
-
-def drawn(seed: int, count: int) -> list[str]:
-    """A seeded schedule."""
-    luck = random.Random(seed)
-    return [luck.choice(WORDS) for _ in range(count)]
 
 
 def body_of(word: str, honest: bytes) -> bytes:

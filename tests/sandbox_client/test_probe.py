@@ -7,7 +7,9 @@ import contextlib
 import dataclasses
 import json
 import os
+import shutil
 import socket
+import subprocess
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
@@ -15,9 +17,9 @@ from typing import Any
 
 import pytest
 from conftest import Start, ask
-from launching import IS_ROOT, Running, descendants, environment, processes_with
+from launching import IS_ROOT, ORDINARY_UID, Running, descendants, environment, processes_with
 
-from sandbox_client import CodeRefused, ExecResult, Outcome, RequestRefused, SandboxClient, SessionLost
+from sandbox_client import CodeRefused, ExecResult, Outcome, RequestRefused, SandboxClient, SessionLost, cgroups, jail
 from sandbox_client.attacks import Attack
 from sandbox_client.groups import Limits
 from sandbox_client.probe import ATTACKS, judged
@@ -67,6 +69,27 @@ def refused_or(running: Running, questions: Callable[[SandboxClient], Awaitable[
     assert refusal.value.message
     assert refusal.value.remedy
     return None
+
+
+def level_of(user: str) -> str:
+    """Returns the level that this machine has the means for, found out without our own locks."""
+    if user == "landlocked":
+        return "L1" if jail.landlock_abi() >= 6 else "L0"
+    words = ["unshare", "--user", "--map-root-user", "--mount", "--pid", "--net", "--ipc", "--uts", "--fork", "true"]
+    if not shutil.which("unshare") or subprocess.run(words, capture_output=True, check=False).returncode:
+        return "L0"
+    if user == "ordinary":
+        return "L2"
+    try:
+        cgroups.remove(cgroups.create(ORDINARY_UID))
+    except cgroups.CgroupError:
+        return "L2"
+    return "L3"
+
+
+def test_a_level_is_lost_only_where_the_machine_lacks_the_means(attacked: Running, request: pytest.FixtureRequest) -> None:
+    """Otherwise a broken lock, found at the start, would show as programs refused and nothing below would fail."""
+    assert attacked.ready["level"] == level_of(request.node.callspec.params["attacked"]), attacked.ready["reason"]
 
 
 @pytest.mark.parametrize("attack", OF_ONE_REPLY, ids=lambda a: a.name)

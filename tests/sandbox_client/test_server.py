@@ -19,7 +19,9 @@ import pytest
 from conftest import Start, ask
 from launching import IS_ROOT, Running, command, descendants, environment, processes_with, refused, serving
 
-from sandbox_client import CodeRefused, Outcome, SandboxClient
+from sandbox_client import CodeRefused, Outcome, SandboxClient, wire
+from sandbox_client.groups import Limits
+from sandbox_client.server import _arguments
 
 
 def test_functions_only_refuses_code_with_reason_and_remedy_and_still_serves(start: Start) -> None:
@@ -50,6 +52,29 @@ def test_a_host_below_the_wanted_level_refuses_to_start_with_reason_and_remedy(p
     assert "L2: namespaces are denied" in said
     assert "seccomp=unconfined" in said
     assert "--code=auto" in said
+
+
+def test_without_a_memory_cgroup_to_write_level_three_is_refused_with_every_place_that_was_tried(place: Path) -> None:
+    code, said = refused(place, "--min-isolation=L3", user="ordinary")
+    assert code == 2
+    assert said.startswith("sandbox-server: wanted isolation L3 or better; L3: no memory cgroup (")
+    tried = said.partition("no memory cgroup (")[2]
+    assert ("v2" in tried and "v1" in tried) or "Permission denied" in tried
+    assert "start as root, which drops to an ordinary user; or delegate the memory controller" in said
+
+
+def test_the_quotas_are_those_that_were_promised() -> None:
+    cores, options, limits = os.cpu_count() or 1, _arguments([]), Limits()
+    mib = 1 << 20
+    assert (options.concurrency, options.queue) == (2 * cores, 32 * cores)
+    assert (options.memory_mb, options.disk_mb, options.processes) == (512, 128, 64)
+    assert (options.session_idle_s, options.session_life_s, options.min_isolation) == (600.0, 3600.0, "L2")
+    assert (limits.memory_bytes, limits.disk_bytes, limits.inodes) == (512 * mib, 128 * mib, 4096)
+    assert (limits.processes, limits.file_bytes) == (64, 64 * mib)
+    kept, moved = (wire.EXEC_OUTPUT_BYTES, wire.RUN_OUTPUT_BYTES), (wire.REQUEST_MAX_BYTES, wire.FILE_MAX_BYTES)
+    assert kept == (64 << 10, mib) and moved == (mib, 16 * mib)
+    assert wire.CLIENT_KEEP_ALIVE_S < wire.SERVER_KEEP_ALIVE_S
+    assert 0 < wire.KILL_MARGIN_S < wire.CLIENT_MARGIN_S
 
 
 def test_a_host_without_namespaces_gives_l1_when_it_is_asked_for(start: Start) -> None:
