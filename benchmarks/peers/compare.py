@@ -2,12 +2,12 @@
 
 The same model of random weights, the same prompts, and the same number of sampled tokens in every turn of every episode, on a
 CPU in float32. "agentic" are episodes of three turns with a tool between them that sleeps, "single" is one turn of 128 tokens.
-Every runner is a process of its own, one after the other, ours first and last; theirs run in the environments that install.py
-makes. A process's first step, in which programs are compiled, counts only where there is no other one of that tool; it has a
-star. Useful tokens are those sampled by the policy. Memory is the largest of a process, with that of what it started.
+Every runner is a process of its own, one after the other, `--rounds` times in turns; theirs run in the environments of
+install.py. A process's first step, in which programs are compiled, counts only where there is no other one of that tool; it then
+has a star. Useful tokens are those that the policy samples. Memory is the largest of a process, with that of what it started.
 
-Prints a table in Markdown, each part also as soon as it is measured; `--out FILE` appends a JSON line for
-each process, and `--table FILE` prints them again. Run it on an idle machine; `--list` says what would run.
+Prints tables in Markdown; `--out FILE` appends a JSON line for each process, and `--table FILE` prints them again. Run it on an
+idle machine; TRL's tools and google-tunix's compilations take most of the time. `--list` says what would run.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from install import default_place, interpreter, standing
 from workload import add_sizes
 
 HERE = Path(__file__).resolve().parent
-OURS = "jaxagent"
+OURS, LOCK_STEP = "jaxagent", "jaxagent, lock-step"
 # Script, environment ("" is the one that runs this), further arguments.
 RUNNERS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     OURS: ("with_jaxagent.py", "", ()),
-    "jaxagent, lock-step": ("with_jaxagent.py", "", ("--lock-step",)),
     "trl": ("with_trl.py", "trl", ()),
+    LOCK_STEP: ("with_jaxagent.py", "", ("--lock-step",)),
     "tunix": ("with_tunix.py", "tunix", ()),
 }
 FIRST = 1  # steps of a process before those that count
@@ -50,8 +50,9 @@ def main() -> None:
     parser.add_argument(
         "--tunix-steps", type=int, nargs="+", default=[0, 1], help="it compiles anew in every step: minutes each"
     )
+    parser.add_argument("--single-steps", type=int, default=2, help="of everybody after the first, of single turns")
     parser.add_argument("--runners", choices=RUNNERS, nargs="+", default=list(RUNNERS))
-    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=1, help="how often each runs")
     parser.add_argument("--venvs", type=Path, default=default_place(), help="where install.py made them; default: %(default)s")
     parser.add_argument("--out", type=Path, help="what was measured, a JSON line for each process, is appended")
     parser.add_argument("--table", type=Path, nargs="+", help="only prints what these files hold")
@@ -77,16 +78,15 @@ def main() -> None:
 
 
 def order(options: argparse.Namespace, work: str) -> list[str]:
-    """Who runs in turn; ours is the first and the last, so that a machine that grows slower grows so for ours too."""
-    runners = [name for name in options.runners if work == "agentic" or name != "jaxagent, lock-step"]
-    return runners * options.rounds + ([OURS] if OURS in runners and len(runners) > 1 else [])
+    """Who runs in turn."""
+    return [name for name in options.runners if work == "agentic" or name != LOCK_STEP] * options.rounds
 
 
 def steps_of(options: argparse.Namespace, work: str, name: str) -> list[float]:
     """What the tool takes in every step of a process, the first one included."""
-    counts = {"trl": options.trl_steps, "tunix": options.tunix_steps}.get(name, options.steps)
     if work == "single":
-        return [0.0] * (FIRST + max(1, counts[0]))
+        return [0.0] * (FIRST + options.single_steps)
+    counts = {"trl": options.trl_steps, "tunix": options.tunix_steps}.get(name, options.steps)
     if len(counts) != len(options.tool_ms):
         raise SystemExit(f"as many numbers of steps are wanted as tools ({len(options.tool_ms)}), {name} has {counts}")
     counted = [ms for ms, count in zip(options.tool_ms, counts, strict=True) for _ in range(count)]

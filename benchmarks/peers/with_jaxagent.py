@@ -28,6 +28,7 @@ from jaxagent.types import Sample, Sampler, SampleRequest
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CHUNK = 64  # cache positions
+DEVICES = 2  # mesh.cpu_devices: an engine on each
 
 
 class Scheduled:
@@ -131,14 +132,16 @@ def settings(workload: Workload, options: argparse.Namespace) -> list[str]:
         "optimizer.lr": 1e-6,
         "optimizer.warmup_steps": 0,
         "optimizer.lr_final": 1e-6,
+        "mesh.cpu_devices": DEVICES,
+        "engine.slots": -(-workload.episodes // DEVICES),
         "engine.slot_tokens": slot,
-        "engine.chunk": CHUNK,
+        "engine.chunk": slot if workload.agentic else CHUNK,  # of single turns all rows use as many positions, and few at first
         "engine.append_tokens": "(16,64)",
         "engine.decode_tokens": 8,
         "engine.exact": False,
-        "learner.batch_rows": 8,
-        "learner.row_tokens": slot,
-        "learner.head_chunk": slot,
+        "learner.batch_rows": DEVICES if workload.agentic else 2 * DEVICES,
+        "learner.row_tokens": 2 * slot if workload.agentic else slot,  # episodes of unequal length are packed
+        "learner.head_chunk": 2 * slot,
         "train.steps": workload.steps,
         "evaluate.every": 0,
         "checkpoint.every": 10**6,

@@ -123,7 +123,7 @@ def workload_of(options: argparse.Namespace) -> Workload:
 
 def reward(text: str) -> float:
     """Something that differs between rollouts."""
-    return float(len(set(text)) % 7)
+    return float(sum(map(ord, text)) % 7)
 
 
 @dataclass
