@@ -3,7 +3,7 @@
 The same model of random weights, the same prompts, and the same number of sampled tokens in every turn of every episode, on a
 CPU in float32. "agentic" are episodes of three turns with a tool between them that sleeps, "single" is one turn of 128 tokens.
 Every runner is a process of its own, one after the other, `--rounds` times in turns; theirs run in the environments of
-install.py. A process's first step, in which programs are compiled, counts only where there is no other one of that tool; it then
+install.py. A process's first step, in which programs are compiled, counts only where there is no other of that tool, and then
 has a star. Useful tokens are those that the policy samples. Memory is the largest of a process, with that of what it started.
 
 Prints tables in Markdown; `--out FILE` appends a JSON line for each process, and `--table FILE` prints them again. Run it on an
@@ -55,6 +55,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=1, help="how often each runs")
     parser.add_argument("--venvs", type=Path, default=default_place(), help="where install.py made them; default: %(default)s")
     parser.add_argument("--out", type=Path, help="what was measured, a JSON line for each process, is appended")
+    parser.add_argument(
+        "--set", nargs="*", default=[], metavar="KEY=VALUE", help="keys of our config, instead of the workload's"
+    )
     parser.add_argument("--table", type=Path, nargs="+", help="only prints what these files hold")
     parser.add_argument("--list", action="store_true", help="only says what would run")
     add_sizes(parser)
@@ -113,6 +116,7 @@ def measured(options: argparse.Namespace, work: str, name: str, steps: list[floa
     for size in ("prompts", "group", "turns", "turn_tokens", "budget", "new_tokens", "beta", "micro"):
         command += [f"--{size.replace('_', '-')}", str(getattr(options, size))]
     command += ["--even"] if options.even else []
+    command += ["--set", *options.set] if script == RUNNERS[OURS][0] else []
     began, load = time.monotonic(), os.getloadavg()[0]
     ran = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     if ran.returncode:

@@ -133,6 +133,7 @@ def settings(workload: Workload, options: argparse.Namespace) -> list[str]:
         "optimizer.warmup_steps": 0,
         "optimizer.lr_final": 1e-6,
         "mesh.cpu_devices": DEVICES,
+        "mesh.fsdp": DEVICES,  # each holds half of the learner's weights and moments
         "engine.slots": -(-workload.episodes // DEVICES),
         "engine.slot_tokens": slot,
         "engine.chunk": slot if workload.agentic else CHUNK,  # of single turns all rows use as many positions, and few at first
