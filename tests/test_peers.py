@@ -1,5 +1,6 @@
 """The comparison with other trainers: what all runners are given, which steps count, and the table. No runner is started."""
 
+import argparse
 import sys
 from pathlib import Path
 
@@ -68,3 +69,14 @@ def test_a_first_step_counts_only_where_there_is_no_other_of_its_tool_and_has_a_
     short, long = compare.table([ours, slow]).split("\n\n")
     assert rows(short)[2][:4] == ["tunix", "1*", "160.00", "80.00"]
     assert rows(long)[1:] == [["tunix", "1", "140.00", "", "7", "270.00", "", "7000", ""]]
+
+
+def test_a_process_takes_one_step_that_does_not_count_and_then_those_of_every_tool(compare):
+    given = {"tool_ms": [50.0, 2000.0], "steps": [2, 1], "trl_steps": [1, 1], "tunix_steps": [0, 1], "single_steps": 2}
+    options = argparse.Namespace(**given)
+    assert compare.steps_of(options, "agentic", "jaxagent") == [50.0, 50.0, 50.0, 2000.0]
+    assert compare.steps_of(options, "agentic", "tunix") == [50.0, 2000.0]
+    assert compare.steps_of(options, "single", "trl") == [0.0, 0.0, 0.0]
+    options.trl_steps = [1]
+    with pytest.raises(SystemExit, match="as many numbers of steps are wanted as tools"):
+        compare.steps_of(options, "agentic", "trl")

@@ -102,6 +102,8 @@ def prepared(options: argparse.Namespace) -> Path:
     if missing := sorted(name for name in needed if not standing(options.venvs / name, name)):
         raise SystemExit(f"{options.venvs}: no environment of {missing[0]}; python benchmarks/peers/install.py makes it")
     model = options.venvs / "models" / options.model
+    if (model / "prompts.json").exists():
+        return model
     command = [interpreter(options.venvs, "trl"), HERE / "model.py", "--size", options.model, "--out", model]
     subprocess.run(list(map(str, command)), check=True, stdout=sys.stderr)
     return model

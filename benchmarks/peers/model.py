@@ -38,15 +38,13 @@ CHAT_TEMPLATE = (
 
 
 def main() -> None:
-    """Writes the checkpoint, unless it is there."""
+    """Writes the checkpoint; the prompts last, so that who finds them finds all."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--size", choices=SIZES, default="small")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--prompts", type=int, default=16, help="how many are written")
     parser.add_argument("--prompt-tokens", type=int, default=64, help="of a prompt with its chat template")
     options = parser.parse_args()
-    if (options.out / "prompts.json").exists():
-        return
     tokenizer = make_tokenizer(SIZES[options.size]["vocab"])
     tokenizer.save_pretrained(options.out)
     make_model(SIZES[options.size], tokenizer).save_pretrained(options.out)
