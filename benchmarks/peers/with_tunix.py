@@ -148,7 +148,8 @@ class Generation:
         self.seconds += time.perf_counter() - began
         turns = [[int(token) for token in turn] for turn in out.tokens]
         self.said += turns
-        self.report.sampled += sum(map(len, turns))
+        ended = len(turns) if self.workload.agentic else 0  # it leaves away the end token, which was sampled
+        self.report.sampled += sum(map(len, turns)) + ended
         return out
 
     def _sample(self, prompts: Any, config: Any, **more: Any) -> Any:
