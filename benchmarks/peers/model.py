@@ -52,12 +52,12 @@ def main() -> None:
 
 
 def sentences(count: int) -> Iterator[str]:
-    """Made-up words and sums, of enough variety for a vocabulary of thousands."""
+    """Made-up words and sums, of enough variety for a vocabulary of thousands, and the words that a dialogue is made of."""
     rng = random.Random(0)
     words = ["".join(rng.choice(SYLLABLES) for _ in range(rng.randint(1, 4))) for _ in range(20000)]
     for _ in range(count):
         a, b = rng.randint(0, 999), rng.randint(0, 999)
-        yield " ".join(rng.choice(words) for _ in range(12)) + f" {a} + {b} = {a + b}."
+        yield " ".join(rng.choice(words) for _ in range(12)) + f" {a} + {b} = {a + b}.\nuser\nassistant\nresult: {a}"
 
 
 def make_tokenizer(vocab: int) -> PreTrainedTokenizerFast:
