@@ -72,7 +72,13 @@ class Timed(train.Run):
             self.parts.world.tool_s = self.workload.tool_ms[len(self.report.steps)] / 1e3
 
 
-TOLD = {"streamed": "feed/streamed", "fill": "engine/fill", "busy_s": "engine/busy_s", "compiled": "engine/compiled"}
+TOLD = {
+    "streamed": "feed/streamed",
+    "row_fill": "train/row_fill",
+    "fill": "engine/fill",
+    "busy_s": "engine/busy_s",
+    "compiled": "engine/compiled",
+}
 
 
 def main() -> None:
@@ -115,6 +121,7 @@ def settings(workload: Workload, options: argparse.Namespace) -> list[str]:
     budget = workload.budget if workload.agentic else workload.new_tokens
     row = workload.asked()["tokens"] + budget
     slot = -(-row // CHUNK) * CHUNK
+    packed = slot * 3 // 2 if workload.agentic else slot  # episodes of unequal length fill nine tenths of such rows
     turns = workload.turns if workload.agentic else 1
     world = {"model": str(workload.model), "prompts": workload.prompts, "turns": turns}
     if options.lock_step:
@@ -140,9 +147,9 @@ def settings(workload: Workload, options: argparse.Namespace) -> list[str]:
         "engine.append_tokens": "(16,64)",
         "engine.decode_tokens": 8,
         "engine.exact": False,
-        "learner.batch_rows": DEVICES if workload.agentic else 2 * DEVICES,
-        "learner.row_tokens": 2 * slot if workload.agentic else slot,  # episodes of unequal length are packed
-        "learner.head_chunk": 2 * slot,
+        "learner.batch_rows": 2 * DEVICES,
+        "learner.row_tokens": packed,
+        "learner.head_chunk": packed,
         "train.steps": workload.steps,
         "evaluate.every": 0,
         "checkpoint.every": 10**6,
