@@ -26,12 +26,15 @@ class Call:
         self.program.lower(*self.arguments()).compile()
 
 
+# Of all engines together: a program under way takes 150 MB, and more of them than cores are done no sooner.
+_threads = ThreadPoolExecutor(os.cpu_count(), "compile")
+
+
 def prepare(calls: Iterable[Call]) -> None:
     """Compiles all calls in threads, XLA holding no lock, and then makes them, one by one, in this one."""
     every = list(calls)
-    with ThreadPoolExecutor(os.cpu_count(), "compile") as threads:
-        for done in [threads.submit(call.compile) for call in every]:
-            done.result()
+    for done in [_threads.submit(call.compile) for call in every]:
+        done.result()
     for call in every:
         call.keep(call.program(*call.arguments()))
 
