@@ -83,7 +83,7 @@ class _Paused:
 
 @dataclass(frozen=True)
 class Device:
-    """Seconds of programs on one H200 with a model of 1.5 billion weights, as /docs/BENCHMARKS.md says."""
+    """Seconds of programs on one H200 with a model of 1.5 billion weights, at the rates of docs/BENCHMARKS.md."""
 
     params: float = 1.54e9
     cached_bytes: float = 2 * 28 * 2 * 128 * 2  # of a token's keys and values
@@ -93,20 +93,22 @@ class Device:
     train_flops: float = 0.45 * 790e12
     step_s: float = 0.4e-3  # launch and sampling
     prefill_s: float = 3e-3
+    weight: int = 1  # rows of a larger run that each row stands for
 
     def decode(self, rows: int, held: float) -> float:
         """One token for every row; they hold so many in all."""
+        rows, held = rows * self.weight, held * self.weight
         read = (2 * self.params + held * self.cached_bytes) / self.bandwidth
         return max(read, rows * 2 * self.params / self.prefill_flops) + self.step_s
 
     def prefill(self, tokens: float, pairs: float) -> float:
-        flops = (2 * self.params * tokens + self.attention * pairs) / self.prefill_flops
+        flops = self.weight * (2 * self.params * tokens + self.attention * pairs) / self.prefill_flops
         return max(flops, 2 * self.params / self.bandwidth) + self.prefill_s
 
     def train(self, lengths: list[int]) -> float:
         """Forward, backward and forward again."""
         tokens, pairs = GRAIN * sum(lengths), GRAIN**2 * sum(n * n for n in lengths) / 2
-        return (8 * self.params * tokens + 4 * self.attention * pairs) / self.train_flops
+        return self.weight * (8 * self.params * tokens + 4 * self.attention * pairs) / self.train_flops
 
 
 class ClockedEngine:
@@ -190,7 +192,7 @@ class ClockedEngine:
             seconds += device.prefill(tokens, pairs)
         for row in begun:
             if row.source:
-                seconds += 2 * GRAIN * row.cached * device.cached_bytes / device.bandwidth
+                seconds += 2 * device.weight * GRAIN * row.cached * device.cached_bytes / device.bandwidth
                 row.source = None
         return seconds
 

@@ -49,7 +49,8 @@ class Shape:
     turns: tuple[int, int] = (5, 50)  # least and most
     between: float = 0.0  # sigma of the logarithm between tasks, whose middle is `turns[0]`; 0: evenly between the two
     within: float = 0.3  # the same between the rollouts of a task, where tasks differ
-    endless: float = 0.0  # share of tasks whose episodes all take the most turns
+    endless: int = 0  # tasks whose episodes all take the most turns
+    sorted: bool = False  # these are the last of a step; otherwise drawn among its groups
     turn_tokens: float = 200
     answer_tokens: float = 300
     prompt_tokens: float = 1000
@@ -60,7 +61,9 @@ class Shape:
     def count_turns(self, task: int, rollout: str) -> int:
         if not (self.between or self.endless):
             return luck(self.seed, task, rollout).randint(*self.turns)
-        if luck(self.seed, task, "endless").random() < self.endless:
+        numbers = range(self.groups)
+        long = numbers[-self.endless :] if self.sorted else luck(self.seed, "endless").sample(numbers, self.endless)
+        if self.endless and task % self.groups in long:
             return self.turns[1]
         middle = self.turns[0] * luck(self.seed, task).lognormvariate(0, self.between)
         return min(self.turns[1], max(1, round(middle * luck(self.seed, task, rollout).lognormvariate(0, self.within))))
@@ -124,7 +127,7 @@ class Training:
     def add(self, group: Group) -> None:
         for row in group.trajectories:
             self._packed.append(len(row.tokens))
-            if sum(self._packed) >= MICRO_BATCH:
+            if self.device.weight * sum(self._packed) >= MICRO_BATCH:
                 self._ready.append(self.device.train(self._packed))
                 self._packed = []
 
@@ -225,9 +228,9 @@ class Counted:
         self.at = state["at"]
 
 
-def pace(shape: Shape, slots: int, max_staleness: int, steps: int) -> dict[str, float]:
-    """How near whole steps come to their bounds."""
-    run = Run(shape, slots, max_staleness)
+def pace(shape: Shape, slots: int, max_staleness: int, steps: int, weight: int = 1) -> dict[str, float]:
+    """How near whole steps come to their bounds. Each row may stand for several of a larger run."""
+    run = Run(shape, slots, max_staleness, device=Device(weight=weight))
     found = [run.step(i, steps - 1 - i) for i in range(steps)]
     wall = run.clock.time()
     run.close()
@@ -300,23 +303,44 @@ def tails(shape: Shape, slots: int) -> dict[str, float]:
     return found
 
 
+TAILS = {
+    "4 of 64 tasks take 60 turns, the others about 6; 64 slots": (Shape(groups=64, turns=(6, 60), endless=4), 64),
+    "the same, these tasks last": (Shape(groups=64, turns=(6, 60), endless=4, sorted=True), 64),
+    "1 of 64 tasks, the last": (Shape(groups=64, turns=(6, 60), endless=1, sorted=True), 64),
+    "64 tasks, log-normal, sigma 1, 6 turns in the middle, 60 at most; 64 slots": (
+        Shape(groups=64, turns=(6, 60), between=1.0),
+        64,
+    ),
+    "the same, 256 slots": (Shape(groups=64, turns=(6, 60), between=1.0), 256),
+}
+
+
 def main() -> None:
     """Prints both tables in Markdown."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--tool-s", type=float, nargs="+", default=[0.2, 2.0, 10.0], help="in the middle")
-    parser.add_argument("--seeds", type=int, default=5, help="of the second table")
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--tool-s", type=float, nargs="*", default=[0.2, 2.0, 10.0], help="in the middle")
+    parser.add_argument("--seeds", type=int, default=3, help="of the second table")
     options = parser.parse_args()
     began = time.process_time()
     print("| tool, s | turns | max_staleness | slots | s per step | bound / wall | floor / wall | busy | staleness |")
-    print("|---|" + "---|" + "---:|" * 7)
+    print("|---|---|" + "---:|" * 7)
     for tool_s in options.tool_s:
         for turns in ((5, 10), (5, 50)):
-            for ahead, slots in ((0, 256), (1, 256), (1, 512), (2, 512)):
+            for ahead, slots in ((0, 256), (1, 256), (1, 512)):
                 got = pace(Shape(tool_s=tool_s, turns=turns), slots, ahead, options.steps)
                 cells = [f"{got[name]:.2f}" for name in ("bound / wall", "floor / wall", "busy", "staleness")]
                 line = f"{got['s per step']:.0f} | {' | '.join(cells)}"
                 print(f"| {tool_s:g} | {turns[0]}-{turns[1]} | {ahead} | {slots} | {line} |", flush=True)
+    print("\n| a step's episodes, 8 of a task | visit | fifo, s | fifo / long first | fifo / known | fifo / bound |")
+    print("|---|---|" + "---:|" * 4)
+    for name, (shape, slots) in TAILS.items() if options.seeds else ():
+        runs = [tails(replace(shape, seed=seed), slots) for seed in range(options.seeds)]
+        for visit, word in enumerate(("first", "second")):
+            total = {way: sum(run[f"{way} {visit}"] for run in runs) for way in ("fifo", "long first", "known", "bound")}
+            ratios = [total["fifo"] / total[way] for way in ("long first", "known", "bound")]
+            print(f"| {name} | {word} | {total['fifo'] / options.seeds:.0f} | ", end="")
+            print(" | ".join(f"{ratio:.2f}" for ratio in ratios) + " |", flush=True)
     print(f"\n{time.process_time() - began:.0f} CPU-s")
 
 
