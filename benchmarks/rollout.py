@@ -6,7 +6,9 @@ feeds the new tokens only; with half the slots, those of waiting episodes move t
 trainers roll out: all sample, then all wait for the slowest tool, then comes the next turn; with the cache kept, or with the
 whole conversation prefilled again at every turn.
 
-Prints wall seconds and sampled tokens per second; ratios are within the run. `--parts` times the engine's programs instead.
+Prints wall seconds and sampled tokens per second; ratios are within the run. `--parts` times the engine's programs instead,
+`--tails` two orders in which episodes get their slots: a few tasks take ten times as many turns as the others, and slots are
+scarce. Rollouts, agent and engine are the trainer's, all tokens are the same in both orders, and the tasks come twice.
 """
 
 from __future__ import annotations
@@ -26,12 +28,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import jax
 import numpy as np
+from clocked import GRAIN
 from decode import SHAPES
 from flax import nnx
+from scheduling import Shape, Tools, Unranked
 
+from jaxagent.agent import Agent, Limits
+from jaxagent.chat.plain import PlainTemplate
 from jaxagent.engine.engine import Engine, EngineOptions
 from jaxagent.models.transformer import Decoder, DecoderConfig, params_of
 from jaxagent.parts import keep_freed_memory
+from jaxagent.rollout import RolloutOptions, Rollouts, wait
 from jaxagent.sharding import DeviceMesh
 from jaxagent.types import SampleRequest, Sampling, sampling_key
 
@@ -61,10 +68,14 @@ def main() -> None:
     parser.add_argument("--tool-sigma", type=float, default=0.0, help="of the logarithm of the tool's time")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--parts", action="store_true")
+    parser.add_argument("--tails", action="store_true")
+    parser.add_argument("--slots", type=int, default=16, help="of --tails")
+    parser.add_argument("--long", type=int, default=1, help="tasks of --tails whose episodes take 10 times the turns")
+    parser.add_argument("--sorted", action="store_true", help="these tasks come last, as where tasks grow harder")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     keep_freed_memory()
-    found = parts(options) if options.parts else modes(options)
+    found = parts(options) if options.parts else tails(options) if options.tails else modes(options)
     if options.json:
         print(json.dumps({"options": vars(options), **found}))
         return
@@ -91,8 +102,9 @@ def make_episodes(options: argparse.Namespace, vocab: int, longest: int) -> list
     return episodes
 
 
-def make_engine(options: argparse.Namespace, slots: int, slot_tokens: int, **changes: Any) -> Engine:
-    config = DecoderConfig(**SHAPES[options.model])
+def make_engine(options: argparse.Namespace, slots: int, slot_tokens: int, vocab_size: int = 0, **changes: Any) -> Engine:
+    sizes = SHAPES[options.model]
+    config = DecoderConfig(**{**sizes, "vocab_size": vocab_size or sizes["vocab_size"]})
     shape = {"slots": slots, "slot_tokens": slot_tokens, "chunk": 64, "decode_tokens": 8, "append_rows": 8}
     engine = Engine(
         config, EngineOptions(**{**shape, "append_tokens": (16, 64), "exact": False, **changes}), DeviceMesh.build(1)
@@ -172,6 +184,35 @@ async def lock_step(engine: Engine, episodes: list[Episode], keep: bool) -> None
         await asyncio.gather(*map(sample, range(len(episodes))))
         if turn < len(episodes[0].tool_s):
             await asyncio.gather(*(asyncio.sleep(episode.tool_s[turn]) for episode in episodes))
+
+
+def tails(options: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """Seconds of all episodes, first come first served and long ones first, when tasks come first and when they come again."""
+    groups, most, template = -(-options.episodes // options.group), 10 * options.turns, PlainTemplate()
+    row_tokens = options.prompt_tokens + most * (options.turn_tokens + options.answer_tokens + 4)
+    lengths = {"groups": groups, "rollouts": options.group, "turns": (options.turns, most), "endless": options.long}
+    tools = {"tool_s": options.tool_ms / 1e3, "tool_sigma": options.tool_sigma, "sorted": options.sorted}
+    sizes = {"prompt_tokens": GRAIN * options.prompt_tokens, "answer_tokens": GRAIN * options.answer_tokens}
+    world = Tools(Shape(**lengths, **tools, **sizes))
+    engine = make_engine(options, options.slots, -(-row_tokens // 64) * 64, template.vocab_size, exact=True)
+    ways: dict[str, Callable[[Any], Any]] = {"fifo": Unranked, "long first": lambda sampler: sampler}
+    found: dict[str, dict[str, float]] = {}
+    for repeat in range(options.repeats):
+        rows: dict[str, list[list[int]]] = {}
+        for name, through in ways.items():
+            agent = Agent(template, (), through(engine), Limits(10**6, row_tokens))
+            rollouts = Rollouts(world, agent, lambda: None, repeat, RolloutOptions(concurrency=10**6))
+            for visit in ("first visit, s", "second visit, s"):
+                named = [(f"{visit}/{i}", world.task("train", i)) for i in range(groups)]
+                began = time.perf_counter()
+                played = rollouts.play(named, options.group, Sampling(max_tokens=options.turn_tokens))
+                rows[name] = [row.tokens for futures in played for row in wait(futures)]
+                took = time.perf_counter() - began
+                found.setdefault(name, {})[visit] = min(took, found[name].get(visit, took))
+            rollouts.close()
+        assert rows["fifo"] == rows["long first"], "who goes first must not change what is sampled"
+    engine.close()
+    return {**found, "ratio": {visit: s / found["long first"][visit] for visit, s in found["fifo"].items()}}
 
 
 def parts(options: argparse.Namespace) -> dict[str, dict[str, float]]:

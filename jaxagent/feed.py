@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, Protocol
 
 import numpy as np
@@ -258,9 +259,12 @@ class Feed:
     def _play(self, places: Sequence[tuple[int, int]]) -> None:
         """Starts the episodes of groups that are this host's."""
         own = [place for place in places if self.peers is None or self.peers.owns(place[0])]
-        named = [(f"train/{number}", self.world.task("train", index)) for number, index in own]
-        episodes = self.rollouts.play(named, self.options.rollouts, self.sampling, journal=self.journal)
-        started = dict(zip(own, episodes, strict=True))
+        started: dict[tuple[int, int], list[Future[list[Trajectory]]]] = {}
+        for _, step in groupby(own, lambda place: place[0] // self.options.prompts):  # a later step's are wanted later
+            together = list(step)
+            named = [(f"train/{number}", self.world.task("train", index)) for number, index in together]
+            episodes = self.rollouts.play(named, self.options.rollouts, self.sampling, journal=self.journal)
+            started |= zip(together, episodes, strict=True)
         self.ahead += [Admitted(*place, started.get(place, [])) for place in places]
 
     def _check_age(self, group: Group, version: int) -> None:

@@ -12,7 +12,6 @@ import copy
 import itertools
 import secrets
 import threading
-import time
 from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
@@ -23,6 +22,7 @@ from typing import Any
 from jaxagent.agent import Agent, Player
 from jaxagent.envs.env import Ablated, Env, Task, World
 from jaxagent.journal import Journal, Recorded
+from jaxagent.lengths import Gate, Lengths, Member, Ranked, Siblings
 from jaxagent.stem import Resumed, Stem
 from jaxagent.types import Sampling, StopReason, Trajectory, sampling_key
 
@@ -72,11 +72,23 @@ class _How:
 class Rollouts:
     """Plays episodes of one world. `seed` and the episode's names fix every draw."""
 
-    def __init__(self, world: World, agent: Player, sandbox: Callable[[], Any], seed: int, options: RolloutOptions):
-        """Args: sandbox: makes the sandbox client, called once inside the loop."""
+    def __init__(
+        self,
+        world: World,
+        agent: Player,
+        sandbox: Callable[[], Any],
+        seed: int,
+        options: RolloutOptions,
+        loop: asyncio.AbstractEventLoop | None = None,
+    ):
+        """Args:
+        sandbox: makes the sandbox client, called once inside the loop.
+        loop: one that nobody runs yet, such as one of another clock; a new one otherwise.
+        """
         self.world, self.agent, self.seed, self.options = world, agent, seed, options
         self._nonce, self._attempts = secrets.token_hex(6), itertools.count()
-        self._loop = asyncio.new_event_loop()
+        self._loop = loop or asyncio.new_event_loop()
+        self._lengths, self._waves = Lengths(self._loop.time), itertools.count(1)
         self._thread = threading.Thread(target=self._loop.run_forever, name="rollouts", daemon=True)
         self._thread.start()
         self._sandbox, self._gate = self._run(self._open(sandbox)).result()
@@ -92,13 +104,19 @@ class Rollouts:
     ) -> list[list[Future[list[Trajectory]]]]:
         """Starts `rollouts` episodes for every (group name, task); a list of futures per task.
 
-        An episode gives one row for every seat at its table, and one more wherever a seat's conversation was begun anew.
+        An episode gives one row for every seat at its table, and one more wherever a seat's conversation was begun anew. Where
+        places are scarce, episodes of earlier calls go first, and of one call those that are expected to be long.
 
         Args:
             journal: keeps what is sampled, and gives what it kept before the run was stopped.
         """
         how = _How(sampling, ablated, journal)
-        return [[self._run(self._episode(group, task, i, how)) for i in range(rollouts)] for group, task in tasks]
+        wave, started = next(self._waves), []
+        for group, task in tasks:
+            siblings = Siblings(self._lengths, task["id"], wave)
+            members = [Member(siblings) for _ in range(rollouts)]
+            started.append([self._run(self._episode(group, task, i, member, how)) for i, member in enumerate(members)])
+        return started
 
     def branch(self, stem: Stem, task: Task, numbers: Iterable[int], sampling: Sampling) -> list[Future[list[Trajectory]]]:
         """Starts the continuations `numbers` of a stem; a future of its rows for each.
@@ -117,8 +135,8 @@ class Rollouts:
         if getattr(self.world, "forks", False):
             name = f"{self._nonce}.{next(self._attempts)}/{stem.group}"
             origin = _Origin(lambda: self.world.episode(name, self._sandbox), len(numbers))
-        how = _How(sampling, stem=stem, origin=origin)
-        return [self._run(self._continuation(task, number, how)) for number in numbers]
+        how, siblings = _How(sampling, stem=stem, origin=origin), Siblings(self._lengths, stem.group, wave=0)
+        return [self._run(self._continuation(task, number, Member(siblings), how)) for number in numbers]
 
     def close(self) -> None:
         """Ends the loop; episodes that are still played are cancelled."""
@@ -132,8 +150,8 @@ class Rollouts:
     def _run(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
-    async def _open(self, sandbox: Callable[[], Any]) -> tuple[Any, asyncio.Semaphore]:
-        return sandbox(), asyncio.Semaphore(self.options.concurrency)
+    async def _open(self, sandbox: Callable[[], Any]) -> tuple[Any, Gate]:
+        return sandbox(), Gate(self.options.concurrency)
 
     async def _shut(self) -> None:
         tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
@@ -145,39 +163,43 @@ class Rollouts:
         if self._sandbox is not None:
             await self._sandbox.close()
 
-    async def _episode(self, group: str, task: Task, rollout: int, how: _How) -> list[Trajectory]:
-        if how.journal and (kept := how.journal.episode(group, rollout, task)):
-            return kept
-        async with self._gate:
-            for attempt in range(1, self.options.attempts + 1):
-                difficulty = task.get("difficulty", "")
-                rows = [Trajectory(task["id"], task["seed"], group, rollout, attempts=attempt, difficulty=difficulty)]
-                rows = await self._attempt(rows, task, how)
-                if rows[0].stop.counts:
-                    break
-            if how.journal:
-                how.journal.finish(rows)
-            return rows
+    async def _episode(self, group: str, task: Task, rollout: int, member: Member, how: _How) -> list[Trajectory]:
+        try:
+            if how.journal and (kept := how.journal.episode(group, rollout, task)):
+                return kept
+            async with self._gate.place(member.rank):
+                for attempt in range(1, self.options.attempts + 1):
+                    difficulty = task.get("difficulty", "")
+                    rows = [Trajectory(task["id"], task["seed"], group, rollout, attempts=attempt, difficulty=difficulty)]
+                    rows = await self._attempt(rows, task, member, how)
+                    if rows[0].stop.counts:
+                        break
+                if how.journal:
+                    how.journal.finish(rows)
+                return rows
+        finally:
+            member.leave()
 
-    async def _continuation(self, task: Task, number: int, how: _How) -> list[Trajectory]:
+    async def _continuation(self, task: Task, number: int, member: Member, how: _How) -> list[Trajectory]:
         assert how.stem
         try:
-            async with self._gate:
+            async with self._gate.place(member.rank):
                 for attempt in range(1, self.options.attempts + 1):
                     again = how if attempt == 1 else replace(how, origin=None)
-                    rows = await self._attempt([how.stem.row(number, attempt)], task, again)
+                    rows = await self._attempt([how.stem.row(number, attempt)], task, member, again)
                     if rows[0].stop.counts:
                         break
                 return rows
         finally:
+            member.leave()
             if how.origin:
                 await how.origin.leave()
 
-    async def _attempt(self, rows: list[Trajectory], task: Task, how: _How) -> list[Trajectory]:
+    async def _attempt(self, rows: list[Trajectory], task: Task, member: Member, how: _How) -> list[Trajectory]:
         """Plays an episode into `rows` and returns them; of one that could not be ended, a copy that nobody writes to."""
-        began, opened = time.monotonic(), list[Env]()
+        began, opened = self._loop.time(), list[Env]()
         try:
-            await self._within_deadline(asyncio.create_task(self._play(rows, task, how, opened)))
+            await self._within_deadline(asyncio.create_task(self._play(rows, task, member, how, opened)))
         except Exception as error:
             fault = StopReason.INFRA_FAILURE, f"{type(error).__name__}: {error}"
             stop, text = self._missed(rows) if isinstance(error, DeadlineMissed) else fault
@@ -187,16 +209,21 @@ class Rollouts:
             for row in rows:
                 row.stop, row.error = stop, f"turn {row.trunk_turns + len(row.turns)}: {text}"
         finally:
-            seconds = time.monotonic() - began
+            seconds = self._loop.time() - began
             for row in rows:
                 row.seconds = seconds
+            member.end(rows[0].stop.counts)
             for env in opened:
                 await _leave(env)
         return rows
 
-    async def _play(self, rows: list[Trajectory], task: Task, how: _How, opened: list[Env]) -> None:
+    async def _play(self, rows: list[Trajectory], task: Task, member: Member, how: _How, opened: list[Env]) -> None:
         """Args: opened: gets the episode's world as soon as there is one."""
         agent, first = self.agent, rows[0]
+        if isinstance(agent, Agent):
+            agent = agent.through(lambda sampler: Ranked(sampler, member))
+        else:  # a program asks in its own name
+            member.begin()
         # A sandbox remembers sessions by their key: neither another run's nor one that a killed run left may be found by it.
         name = f"{self._nonce}.{next(self._attempts)}/{first.group}#{first.rollout}"
         key = sampling_key(self.seed, first.group, first.rollout)

@@ -153,6 +153,9 @@ class Sampling:
         return truncated or penalised or bool(self.logit_bias) or self.constraint is not None
 
 
+Rank: TypeAlias = tuple[int, float]  # the higher one first
+
+
 @dataclass(frozen=True)
 class SampleRequest:
     """Asks for one turn of trajectory `trajectory`.
@@ -164,6 +167,7 @@ class SampleRequest:
         stop: token ids that end the turn; the stop token belongs to the turn.
         group: trajectories of one group share their first request's tokens, which are prefilled once.
         hear: called in the caller's loop with all tokens of the turn so far, whenever there are more.
+        rank: asked, in any thread, when not all who wait can be served: the highest goes first. It changes no token.
     """
 
     trajectory: str
@@ -174,6 +178,7 @@ class SampleRequest:
     sampling: Sampling = Sampling()
     group: str = ""
     hear: Callable[[list[int]], None] | None = field(default=None, compare=False, repr=False)
+    rank: Callable[[], Rank] | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxagent.types import SampleRequest
+from jaxagent.types import Rank, SampleRequest
 
 AWAY = -1  # the slot of a trajectory whose keys and values are in host memory
 
@@ -97,7 +97,9 @@ class SlotTable:
             self.waiting.append((request, ticket))
 
     def admit(self) -> None:
-        """Gives free slots to waiting trajectories, in order of arrival."""
+        """Gives free slots to waiting trajectories: by rank where they have one, else in order of arrival."""
+        if self.free and any(request.rank for request, _ in self.waiting):
+            self.waiting = deque(sorted(self.waiting, key=lambda waits: _rank(waits[0]), reverse=True))  # equals keep theirs
         while self.waiting and self.free:
             request, ticket = self.waiting.popleft()
             row = self.rows.get(request.trajectory)
@@ -216,3 +218,7 @@ class SlotTable:
     def sampling(self) -> int:
         """Rows that have a turn in progress."""
         return sum(row.request is not None for row in self.rows.values())
+
+
+def _rank(request: SampleRequest) -> Rank:
+    return request.rank() if request.rank else (0, 0.0)
