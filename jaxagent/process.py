@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from jaxagent.credit import Credit, counted
-from jaxagent.data.pack import Row
+from jaxagent.data.pack import Batch, Row, pack, unpack
 from jaxagent.data.tasks import examples_at, numbered
 from jaxagent.rewards.shaping import settle
 from jaxagent.types import Group, Trajectory, Turn, by_rollout
@@ -188,6 +188,21 @@ def _sigmoid(x: np.ndarray) -> np.ndarray:
     return 0.5 * (1.0 + np.tanh(0.5 * x))
 
 
+def said_of(
+    score: Callable[[Batch], np.ndarray], batch_rows: int, row_tokens: int, asked: Sequence[tuple[Sequence[int], Sequence[int]]]
+) -> list[list[float]]:
+    """What the model says at places of rows: how likely the episode ends well, as far as it has been read.
+
+    Args:
+        score: gives its log-odds at every token of a micro-batch of this shape.
+        asked: tokens and places of every row.
+    """
+    rows = [reading(tokens) for tokens, _ in asked]
+    batches = pack(rows, batch_rows=batch_rows, row_tokens=row_tokens)
+    logits = unpack(rows, [score(batch) for batch in batches], batch_rows=batch_rows, row_tokens=row_tokens)
+    return [_sigmoid(said[list(places)]).tolist() for said, (_, places) in zip(logits, asked, strict=True)]
+
+
 def read_labels(path: str | Path, longest: int) -> list[Row]:
     """Rows with values of turns from a JSONL file, as a tree search writes them: one turn a line.
 
@@ -221,10 +236,15 @@ def read_labels(path: str | Path, longest: int) -> list[Row]:
     return [_labelled(known) for known in turns.values()]
 
 
-def _labelled(turns: Sequence[tuple[list[int], float, float]]) -> Row:
-    tokens = max((tokens for tokens, _, _ in turns), key=len)
+def reading(tokens: Sequence[int]) -> Row:
+    """A row that is read and says nothing."""
     nothing = [0.0] * len(tokens)
-    target, weight = nothing[:], nothing[:]
+    return Row(tokens, [False] * len(tokens), nothing, nothing, nothing, nothing)
+
+
+def _labelled(turns: Sequence[tuple[list[int], float, float]]) -> Row:
+    row = reading(max((tokens for tokens, _, _ in turns), key=len))
+    row.target, row.judged = [0.0] * len(row.tokens), [0.0] * len(row.tokens)
     for turn, q, visits in turns:
-        target[len(turn) - 1], weight[len(turn) - 1] = q, visits
-    return Row(tokens, [False] * len(tokens), nothing, nothing, nothing, nothing, target=target, judged=weight)
+        row.target[len(turn) - 1], row.judged[len(turn) - 1] = q, visits
+    return row

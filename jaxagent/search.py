@@ -8,8 +8,8 @@ the end: all turns of that continuation become edges. So a simulation costs what
     else down the edge with the largest Q + exploration spread sqrt(ln N / n)
 
 Q is the mean return of the simulations through an edge; `spread` is the range of returns seen in the tree. With a value
-function, r + value(state after it) counts as one more visit of every edge, as a critic's does in the search of ReST-MCTS*
-(arXiv:2406.03816); that paper's value is trained with the search, here it is given.
+function its word for a turn counts as one more visit of the edge, as in the search of ReST-MCTS* (arXiv:2406.03816). Whoever
+searches may teach it with the labels that the search leaves: finetune.mode=rest_mcts does, round by round.
 
 Two uses of what was found. `Tree.episodes` are whole trajectories, as if each had been played alone: the best are imitated.
 `turn_labels` gives the Q of the *policy* for every turn (Math-Shepherd, arXiv:2312.08935, and AgentPRM, arXiv:2502.10325, at
@@ -31,7 +31,8 @@ from jaxagent.rollout import Rollouts, wait
 from jaxagent.stem import Stem, stem_of, want_one_agent
 from jaxagent.types import Sampling, Trajectory
 
-Value = Callable[[Sequence[int]], float]  # from the tokens before a turn to the return from there on
+Asked = tuple[Sequence[int], Sequence[int]]  # the tokens of a row, and the last tokens of some of its turns: places in them
+Value = Callable[[Sequence[Asked]], Sequence[Sequence[float]]]  # the return from each of these turns on, its own reward included
 
 
 @dataclass(frozen=True)
@@ -81,9 +82,10 @@ class Node:
 class Tree:
     """What the simulations of one task have found."""
 
-    def __init__(self, group: str, task: Task, options: SearchOptions, value: Value | None = None):
-        self.group, self.task, self.options, self.value = group, task, options, value
+    def __init__(self, group: str, task: Task, options: SearchOptions):
+        self.group, self.task, self.options = group, task, options
         self.root: Node | None = None
+        self.fresh: list[tuple[list[int], list[tuple[int, Edge]]]] = []  # of each episode the edges that no value is known of
         self.episodes: list[Trajectory] = []  # whole ones, in the order of the simulations
         self.sampled = 0  # tokens
         self.lost: list[Trajectory] = []  # what the infrastructure broke, or what sampled nothing
@@ -119,9 +121,10 @@ class Tree:
         if node is None:
             node = self.root = self.root or Node(stem_of(row, 0))
             node.drawn += 1
-        stem, parent = node.stem, self.episodes[path[-1].episode] if path else None
+        stem, parent, fresh = node.stem, self.episodes[path[-1].episode] if path else None, list[tuple[int, Edge]]()
         self.episodes.append(whole(row, parent, self.group, len(self.episodes)))
         to_go = row.reward
+        self.fresh.append((row.tokens, fresh))
         self._count(path, to_go)
         for number, turn in enumerate(row.turns):
             node.visits += 1
@@ -135,7 +138,7 @@ class Tree:
             if edge.after is None:
                 edge.episode = len(self.episodes) - 1  # what goes on from there takes its beginning from this one
                 edge.after = Node(stem.then(row, number + 1), drawn=1)
-                edge.prior = edge.reward + self.value(edge.after.stem.tokens) if self.value else None
+                fresh.append((turn.end - 1, edge))
             node = edge.after
             if node.stem.tokens != tuple(row.tokens[: row.turns[number + 1].start]):
                 break  # the world answered the same turn in another way: what follows is not of this state
@@ -152,6 +155,17 @@ class Tree:
             assert node is not None
             node.visits += 1
             node = edge.after
+
+    @staticmethod
+    def judge(trees: Sequence[Tree], value: Value) -> None:
+        """Asks for the value of every turn that is new since the last time, of all trees together."""
+        found = [each for tree in trees for each in tree.fresh if each[1]]
+        said = value([(tokens, [at for at, _ in edges]) for tokens, edges in found]) if found else []
+        for (_, edges), values in zip(found, said, strict=True):
+            for (_, edge), q in zip(edges, values, strict=True):
+                edge.prior = q
+        for tree in trees:
+            tree.fresh = []
 
     @property
     def best(self) -> Trajectory:
@@ -190,11 +204,12 @@ def search(
     The draws depend on the run's seed, the group and the place in the tree, and the tree on what was drawn: the same again.
 
     Args:
+        value: is asked once for each simulation of all trees.
         stop: whether the run is to stop. Raises Stopped where it says so.
 
     Raises ValueError for worlds of several agents, and where a conversation is begun anew in another row.
     """
-    trees = [Tree(group, task, options or SearchOptions(), value) for group, task in tasks]
+    trees = [Tree(group, task, options or SearchOptions()) for group, task in tasks]
     for number in range(simulations):
         started: list[tuple[Tree, Any, Future[list[Trajectory]]]] = []
         for tree in trees:
@@ -212,6 +227,8 @@ def search(
             if len(rows) > 1:
                 raise ValueError(f"{rows[0].task}: its conversation was begun anew in another row; a search needs all in one")
             tree.take(rows[0], *place)
+        if value:
+            Tree.judge(trees, value)
     return trees
 
 

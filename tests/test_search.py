@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -14,7 +15,7 @@ from jaxagent.agent import Agent, Limits
 from jaxagent.chat.plain import PlainTemplate
 from jaxagent.data.store import audit
 from jaxagent.rollout import RolloutOptions, Rollouts, wait
-from jaxagent.search import Node, SearchOptions, Tree, label_records, search, turn_labels
+from jaxagent.search import Asked, Node, SearchOptions, Tree, label_records, search, turn_labels
 from jaxagent.types import Sample, SampleRequest, Sampling, StopReason, Trajectory
 
 PLAIN = PlainTemplate()
@@ -66,9 +67,14 @@ def solved(groups: Sequence[Sequence[Trajectory]]) -> tuple[int, int]:
     return sum(any(row.solved for row in rows) for rows in groups), sum(row.solved for rows in groups for row in rows)
 
 
-def height(tokens: Sequence[int]) -> float:
-    """What a critic may know: how far up the last observation says one is."""
-    return int(PLAIN.text(tokens).removesuffix("<turn>").rpartition(">")[2]) / 6
+def height(asked: Sequence[Asked]) -> list[list[float]]:
+    """What a critic may know: how far up one is after a turn, from where it was taken and which way."""
+
+    def said(text: str) -> float:
+        at, move = re.findall(r">(\d+)<turn><call>(.)", text)[-1]
+        return {"U": int(at) + 1, "D": max(0, int(at) - 1), "F": 0}[move] / 6
+
+    return [[said(PLAIN.text(tokens[: place + 1])) for place in places] for tokens, places in asked]
 
 
 def test_at_equal_sampled_tokens_search_solves_more_than_best_of_n_and_with_a_value_more_still() -> None:
