@@ -296,7 +296,7 @@ class Feed:
     ) -> tuple[list[Group], list[Tree]]:
         """Groups of what a search over turns found for each task, `rollouts` simulations each, and the trees.
 
-        Only the reward of what was found is shaped, not what the search goes by. `stop` is that of `take`, `value` the search's.
+        Only the reward of what was found is shaped, not what the search goes by. `stop` is that of `take`, `value` search's.
         """
         before = self.state() if stop else {}
         places = self._draw(self.options.prompts)

@@ -4,7 +4,7 @@
     raft      sample, keep the best or what reaches a threshold, imitate it, sample again
     rest_em   the same, but every round learns from the start policy anew
     search    raft with what a tree search over turns finds; its values of turns are kept in labels/
-    rest_mcts the same, and a second learner is taught these values; from the second round on its word guides the search
+    rest_mcts the same; a second learner is taught the values of what was found, and guides the search from the second round on
     dpo       pairs of a file, or the best and worst of each group of rollouts -> prefer the one to the other
 
     main(config, workdir) -> 0 when done, 75 when it saved on SIGTERM and should be started again
@@ -55,7 +55,7 @@ class Lesson:
     """What a round learns from: rows for each of its phases, or pairs with their log-probs under the start policy."""
 
     phases: list[list[Row]] = field(default_factory=list)
-    values: list[Row] = field(default_factory=list)  # of turns, from the searches of this round and those before
+    values: list[Row] = field(default_factory=list)  # of states, from the searches of this round and those before
     pairs: list[Pair] = field(default_factory=list)
     reference_P2: np.ndarray = field(default_factory=lambda: np.zeros((0, 2)))
     told: dict[str, float] = field(default_factory=dict)  # metrics of the sampling, for the round's first step
@@ -75,9 +75,7 @@ def main(config: ConfigDict, workdir: str | Path, progress: Progress | None = No
     if found := faults(config):
         raise configs.ConfigError(found)
     if not config.finetune.mode:
-        raise configs.ConfigError(
-            [f"finetune.mode is empty: this config is for jaxagent train; choose {', '.join(MODES)}"]
-        )
+        raise configs.ConfigError([f"finetune.mode is empty: this config is for jaxagent train; choose {', '.join(MODES)}"])
     train.prepare(config, workdir)
     join()  # several processes are refused, and would otherwise all write here
     use_devices(config)
@@ -196,7 +194,7 @@ def sample(run: Run, round_: int, *, fresh: bool) -> Lesson:
         lesson.phases = chosen(groups, c.finetune.threshold)
     if c.finetune.mode == "rest_mcts":
         paths = [labels_of(run, number) for number in range(round_ + 1)]
-        lesson.values = [row for path in paths for row in read_labels(path, c.learner.row_tokens)]
+        lesson.values = [row for path in paths for row in read_labels(path, c.learner.row_tokens, told=True)]
     if told:
         solved = train.mean(any(row.solved for row in group.trajectories) for group in groups)
         told["select/solved_groups"] = solved

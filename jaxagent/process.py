@@ -203,7 +203,7 @@ def said_of(
     return [_sigmoid(said[list(places)]).tolist() for said, (_, places) in zip(logits, asked, strict=True)]
 
 
-def read_labels(path: str | Path, longest: int) -> list[Row]:
+def read_labels(path: str | Path, longest: int, *, told: bool = False) -> list[Row]:
     """Rows with values of turns from a JSONL file, as a tree search writes them: one turn a line.
 
         {"trajectory": "train/3#0", "tokens": [...], "q": 0.75, "visits": 8}
@@ -213,12 +213,17 @@ def read_labels(path: str | Path, longest: int) -> list[Row]:
 
     Args:
         longest: tokens of a training row.
+        told: values of what was told after turns (`then` of the line, and its `value`) and not of turns; others are left out.
 
     Raises ValueError naming file and line.
     """
     turns: dict[str, list[tuple[list[int], float, float]]] = {}
     for number, record in numbered(path, ("trajectory", "tokens", "q", "visits")):
         where = f"{path}, line {number}"
+        if told and "then" not in record:
+            continue
+        if told:
+            record = {**record, "tokens": [*record["tokens"], *record["then"]], "q": record["value"]}
         try:
             tokens, q, visits = [int(token) for token in record["tokens"]], float(record["q"]), float(record["visits"])
         except (TypeError, ValueError) as error:

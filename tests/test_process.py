@@ -194,6 +194,17 @@ def test_a_file_of_searched_turns_becomes_rows_that_weigh_their_visits(tmp_path:
     assert Process(0).rows(0, 2) == []
 
 
+def test_what_was_told_after_a_turn_has_a_value_of_its_own(tmp_path: Path) -> None:
+    one = rollout(0, ("s", "a", 0.5), ("s2", "b", 0.25))
+    first, last = turn_of(one, 0, 0.75, 8), turn_of(one, 1, 0.25, 2)
+    told = {**first, "then": one.tokens[one.turns[0].end : one.turns[1].start], "value": 0.125}
+    (row,) = read_labels(written(tmp_path, told, last), 16, told=True)
+    assert row.tokens == one.tokens[: one.turns[1].start]
+    assert (np.flatnonzero(row.judged).tolist(), row.target[-1], row.judged[-1]) == ([len(row.tokens) - 1], 0.125, 8.0)
+    (turns,) = read_labels(written(tmp_path, told, last), 16)
+    assert (turns.tokens, np.flatnonzero(turns.judged).tolist()) == (one.tokens, [4, 9])
+
+
 def test_what_is_said_of_a_place_is_said_of_its_own_row_and_token() -> None:
     """Log-odds that are the token itself: every value tells from where it was read, however the rows were packed."""
 
@@ -205,7 +216,6 @@ def test_what_is_said_of_a_place_is_said_of_its_own_row_and_token() -> None:
     for shape in ((1, 6), (2, 12), (4, 40)):
         for said, want in zip(said_of(score, *shape, asked), wanted, strict=True):
             assert said == pytest.approx(want)
-
 
 
 @pytest.mark.parametrize(

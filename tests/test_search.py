@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -68,11 +67,10 @@ def solved(groups: Sequence[Sequence[Trajectory]]) -> tuple[int, int]:
 
 
 def height(asked: Sequence[Asked]) -> list[list[float]]:
-    """What a critic may know: how far up one is after a turn, from where it was taken and which way."""
+    """What a critic may know: how far up the last observation says one is."""
 
     def said(text: str) -> float:
-        at, move = re.findall(r">(\d+)<turn><call>(.)", text)[-1]
-        return {"U": int(at) + 1, "D": max(0, int(at) - 1), "F": 0}[move] / 6
+        return int(text.removesuffix("<turn>").rpartition(">")[2]) / 6
 
     return [[said(PLAIN.text(tokens[: place + 1])) for place in places] for tokens, places in asked]
 
@@ -174,6 +172,9 @@ def test_a_label_is_the_mean_return_of_the_continuations_from_behind_the_turn() 
     assert (record["trajectory"], record["turn"], record["visits"]) == ("g#1", 1, 1)
     assert record["tokens"] == row.tokens[: row.turns[1].end]
     assert PLAIN.text(record["tokens"][record["start"] :]) == "<call>U</call>"
+    assert "then" not in record  # nothing followed
+    first = next(record for record in label_records(tree) if not record["turn"])
+    assert (PLAIN.text(first["then"]), first["q"], first["value"]) == ("<result>1<turn>", 0.5, 0.5)
 
 
 def test_labels_are_the_policys_values_and_not_those_of_the_search() -> None:

@@ -133,7 +133,9 @@ def test_another_model_that_sees_the_truth_pays_the_right_side_in_both_orders() 
             assert checks == {"agreement": 1.0, "judge": 1.0}
             one, other = endpoint.prompts[-2:]
             assert between(one, "first debater") == between(other, "second debater") in ("I am right", "I am wrong")
-            assert {first_answer(one), first_answer(other)} == {world.task("train", index)[side] for side in ("answer", "wrong")}
+            assert {first_answer(one), first_answer(other)} == {
+                world.task("train", index)[side] for side in ("answer", "wrong")
+            }
 
 
 @pytest.mark.parametrize("verdict", ["yes", "no"])
@@ -155,7 +157,7 @@ def test_a_debater_cannot_speak_for_the_judge_or_end_its_own_mark() -> None:
 
 
 def test_a_judge_that_cannot_be_asked_breaks_the_episode_and_pays_nobody() -> None:
-    with judged_by(lambda prompt: 500) as (world, _), pytest.raises(InfrastructureError, match="the judge m at .*status 500"):
+    with judged_by(lambda prompt: 500) as (world, _), pytest.raises(InfrastructureError, match=r"the judge m at .*status 500"):
         play(truthful(0), 0, world)
 
 

@@ -32,9 +32,7 @@ def call(name: str, **arguments: str) -> Message:
 
 # A world and its actions, some of which it cannot read; half of chain's calls fail, and a step on this ice slips.
 WORLDS: dict[str, tuple[Callable[[], World], Sequence[Message]]] = {
-    "maze": (
-        lambda: Maze(rooms=26, distance=(13, 13)),
-        [call("A"), call("B"), call("C"), call("A")]),
+    "maze": (lambda: Maze(rooms=26, distance=(13, 13)), [call("A"), call("B"), call("C"), call("A")]),
     "chain": (lambda: Chain(flaky=0.5), [call("A", key="17"), call("B", key="05"), call("A", key="x"), call("B", key="70")]),
     "frozen_lake": (
         lambda: FrozenLake(size=8, slippery=True),
