@@ -14,7 +14,7 @@ from jaxagent.agent import Agent, Limits
 from jaxagent.chat.plain import PlainTemplate
 from jaxagent.data.store import audit
 from jaxagent.rollout import RolloutOptions, Rollouts, wait
-from jaxagent.search import Asked, Node, SearchOptions, Tree, label_records, search, turn_labels
+from jaxagent.search import Asked, Node, SearchOptions, Tree, Value, label_records, search, turn_labels
 from jaxagent.types import Sample, SampleRequest, Sampling, StopReason, Trajectory
 
 PLAIN = PlainTemplate()
@@ -86,6 +86,18 @@ def test_at_equal_sampled_tokens_search_solves_more_than_best_of_n_and_with_a_va
     assert one[1] > 1.2 * base[0][1]  # episodes; until one is solved all returns are alike, so tasks are no more than before
     assert two[1] > 1.4 * base[1][1]
     assert two[0] > 1.1 * base[1][0]
+
+
+def test_how_large_values_are_does_not_matter_while_nothing_else_is_known() -> None:
+    """Nobody ever arrives: what is rarely tried is preferred by as much as the values differ, however little that is."""
+
+    def found(value: Value | None) -> list[list[int]]:
+        with climbers(Stairs(99), 8) as many:
+            (tree,) = search(many, named(many.world, 1), SAMPLING, 20, value=value)
+        return [row.tokens for row in tree.episodes]
+
+    small = found(lambda asked: [[h / 100 for h in heights] for heights in height(asked)])
+    assert small == found(height) != found(None)
 
 
 def test_in_a_world_of_one_turn_search_is_best_of_n() -> None:
