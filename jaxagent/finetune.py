@@ -182,7 +182,7 @@ def sample(run: Run, round_: int, *, fresh: bool) -> Lesson:
     if fresh:
         run.parts.engines.publish(run.parts.learner.params, version=run.step - c.warmup.steps)
         with run.clock.part("rollout"):
-            groups = sampled(run, round_, label)
+            groups = sampled(run, round_)
         told = train.described(run, groups)
         run.store.write(label, [row for group in groups for row in group.rows])
     else:
@@ -204,7 +204,7 @@ def sample(run: Run, round_: int, *, fresh: bool) -> Lesson:
     return lesson
 
 
-def sampled(run: Run, round_: int, label: str) -> list[Group]:
+def sampled(run: Run, round_: int) -> list[Group]:
     """The groups of a round: rollouts, or what was found by search, whose values of turns are written down."""
     c = run.config
     shape = train.shaper(run, round_ / c.finetune.rounds)
@@ -230,13 +230,13 @@ def learn(run: Run, lesson: Lesson, round_: int, within: int, per_round: int) ->
     phases = max(1, len(lesson.phases))
     phase, at = divmod(within, per_round // phases)
     examples: Sequence[Any] = lesson.pairs if c.mode == "dpo" else lesson.phases[phase]
+    told = teach(run, lesson.values, round_, within) if lesson.values else {}
     if not examples:
-        return {}
+        return told
     count = min(c.batch, len(examples))
     turn = examples_at(len(examples), run.config.seed + round_ * phases + phase, at * count, count)
     if c.mode == "dpo":
         return prefer(learner, [examples[i] for i in turn], lesson.reference_P2[turn], c.beta)
-    told = teach(run, lesson.values, round_, within) if lesson.values else {}
     return told | imitate(learner, [examples[i] for i in turn])
 
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -248,8 +248,8 @@ def reading(tokens: Sequence[int]) -> Row:
 
 
 def _labelled(turns: Sequence[tuple[list[int], float, float]]) -> Row:
-    row = reading(max((tokens for tokens, _, _ in turns), key=len))
-    row.target, row.judged = [0.0] * len(row.tokens), [0.0] * len(row.tokens)
+    tokens = max((tokens for tokens, _, _ in turns), key=len)
+    target, weight = [0.0] * len(tokens), [0.0] * len(tokens)
     for turn, q, visits in turns:
-        row.target[len(turn) - 1], row.judged[len(turn) - 1] = q, visits
-    return row
+        target[len(turn) - 1], weight[len(turn) - 1] = q, visits
+    return replace(reading(tokens), target=target, judged=weight)
