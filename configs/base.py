@@ -121,7 +121,7 @@ def get_config(arg: str = "") -> ConfigDict:
     c.learner.attention = "auto"  # back end: xla, splash (TPU), cudnn (GPU), context (cut rows); a run says which and why
 
     c.finetune = ConfigDict()  # learning without a policy gradient, by `jaxagent finetune`
-    c.finetune.mode = ""  # sft, raft, rest_em, search or dpo; empty is for `jaxagent train`
+    c.finetune.mode = ""  # sft, raft, rest_em, search, rest_mcts or dpo; empty is for `jaxagent train`
     c.finetune.path = ""  # dialogues, pairs or stored trajectories; empty samples
     c.finetune.batch = 32  # rows, or pairs, of a step
     c.finetune.rounds = 1  # of sampling; train.steps are shared among them

@@ -23,7 +23,7 @@ from jaxagent.data.tasks import TaskStream, ValueStream
 from jaxagent.envs.env import ENDLESS, Task, World, size_of
 from jaxagent.journal import Journal
 from jaxagent.rollout import STOP_POLL_S, Rollouts, Stopped, wait
-from jaxagent.search import Tree, search
+from jaxagent.search import Tree, Value, search
 from jaxagent.stem import paths_of, stem_of, want_one_agent
 from jaxagent.types import Group, Peers, Sampling, Trajectory, sampling_key
 
@@ -293,17 +293,20 @@ class Feed:
         return {"feed/ahead": float(len(own)), "feed/ahead_finished": float(sum(admitted.finished for admitted in own))}
 
     def search(
-        self, shape: Callable[[Group], None] | None = None, stop: Callable[[], bool] | None = None
+        self,
+        shape: Callable[[Group], None] | None = None,
+        stop: Callable[[], bool] | None = None,
+        value: Value | None = None,
     ) -> tuple[list[Group], list[Tree]]:
         """Groups of what a search over turns found for each task, `rollouts` simulations each, and the trees.
 
-        Only the reward of what was found is shaped, not what the search goes by. `stop` is that of `take`.
+        Only the reward of what was found is shaped, not what the search goes by. `stop` is that of `take`, `value` search's.
         """
         before = self.state() if stop else {}
         places = self._draw(self.options.prompts)
         named = [(f"train/{number}", self.world.task("train", index)) for number, index in places]
         try:
-            trees = search(self.rollouts, named, self.sampling, self.options.rollouts, stop=stop)
+            trees = search(self.rollouts, named, self.sampling, self.options.rollouts, value=value, stop=stop)
         except Stopped:
             self.restore(before)
             raise

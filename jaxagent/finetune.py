@@ -4,6 +4,7 @@
     raft      sample, keep the best or what reaches a threshold, imitate it, sample again
     rest_em   the same, but every round learns from the start policy anew
     search    raft with what a tree search over turns finds; its values of turns are kept in labels/
+    rest_mcts the same; a second learner is taught the values of what was found, and guides the search from the second round on
     dpo       pairs of a file, or the best and worst of each group of rollouts -> prefer the one to the other
 
     main(config, workdir) -> 0 when done, 75 when it saved on SIGTERM and should be started again
@@ -32,15 +33,16 @@ from jaxagent import train
 from jaxagent.algos.select import success_of_best
 from jaxagent.checkpoint import Checkpoints
 from jaxagent.data.dialogues import Examples, by_group
-from jaxagent.data.pack import Batch, Row
+from jaxagent.data.pack import Batch, Row, pack
 from jaxagent.data.tasks import examples_at
 from jaxagent.envs import env as envs
 from jaxagent.hosts import join
 from jaxagent.learner import Learner
 from jaxagent.parts import build, faults, policy_shape, use_devices
+from jaxagent.process import read_labels, said_of
 from jaxagent.progress import Progress
 from jaxagent.search import label_records
-from jaxagent.selection import Pair, best, imitated, pairs_of, reaching, rows_of
+from jaxagent.selection import MODES, SEARCHES, Pair, best, imitated, pairs_of, reaching, rows_of
 from jaxagent.supervised import answer_logprobs, imitate, prefer
 from jaxagent.train import FAULTS, Run
 from jaxagent.types import Group, by_rollout
@@ -53,6 +55,7 @@ class Lesson:
     """What a round learns from: rows for each of its phases, or pairs with their log-probs under the start policy."""
 
     phases: list[list[Row]] = field(default_factory=list)
+    values: list[Row] = field(default_factory=list)  # of states, from the searches of this round and those before
     pairs: list[Pair] = field(default_factory=list)
     reference_P2: np.ndarray = field(default_factory=lambda: np.zeros((0, 2)))
     told: dict[str, float] = field(default_factory=dict)  # metrics of the sampling, for the round's first step
@@ -72,14 +75,12 @@ def main(config: ConfigDict, workdir: str | Path, progress: Progress | None = No
     if found := faults(config):
         raise configs.ConfigError(found)
     if not config.finetune.mode:
-        raise configs.ConfigError(
-            ["finetune.mode is empty: this config is for jaxagent train; choose sft, raft, rest_em, search or dpo"]
-        )
+        raise configs.ConfigError([f"finetune.mode is empty: this config is for jaxagent train; choose {', '.join(MODES)}"])
     train.prepare(config, workdir)
     join()  # several processes are refused, and would otherwise all write here
     use_devices(config)
     given = read(config) if config.finetune.path else None
-    parts = build(config, workdir / "sandbox.log", with_critic=False)
+    parts = build(config, workdir / "sandbox.log", with_critic=config.finetune.mode == "rest_mcts")
     configs.save(config, workdir / "config.json")
     try:
         chapters = tell, train.resume, train.warm_up, partial(tune, given=given), train.finish
@@ -181,7 +182,7 @@ def sample(run: Run, round_: int, *, fresh: bool) -> Lesson:
     if fresh:
         run.parts.engines.publish(run.parts.learner.params, version=run.step - c.warmup.steps)
         with run.clock.part("rollout"):
-            groups = sampled(run, round_, label)
+            groups = sampled(run, round_)
         told = train.described(run, groups)
         run.store.write(label, [row for group in groups for row in group.rows])
     else:
@@ -191,6 +192,9 @@ def sample(run: Run, round_: int, *, fresh: bool) -> Lesson:
         lesson.pairs = [pair for group in groups for pair in pairs_of(group)]
     else:
         lesson.phases = chosen(groups, c.finetune.threshold)
+    if c.finetune.mode == "rest_mcts":
+        paths = [labels_of(run, number) for number in range(round_ + 1)]
+        lesson.values = [row for path in paths for row in read_labels(path, c.learner.row_tokens, told=True)]
     if told:
         solved = train.mean(any(row.solved for row in group.trajectories) for group in groups)
         told["select/solved_groups"] = solved
@@ -200,17 +204,24 @@ def sample(run: Run, round_: int, *, fresh: bool) -> Lesson:
     return lesson
 
 
-def sampled(run: Run, round_: int, label: str) -> list[Group]:
+def sampled(run: Run, round_: int) -> list[Group]:
     """The groups of a round: rollouts, or what was found by search, whose values of turns are written down."""
     c = run.config
     shape = train.shaper(run, round_ / c.finetune.rounds)
-    if c.finetune.mode != "search":
+    if c.finetune.mode not in SEARCHES:
         return run.feed.take(mixed=False, shape=shape, stop=lambda: run.stopping)[0]
-    groups, trees = run.feed.search(shape, stop=lambda: run.stopping)
-    labels = run.workdir / "labels" / f"{label}.jsonl"
+    critic = run.parts.critic if round_ else None  # before the second round it has been taught nothing
+    value = partial(said_of, critic.score, critic.options.batch_rows, critic.options.row_tokens) if critic else None
+    groups, trees = run.feed.search(shape, stop=lambda: run.stopping, value=value)
+    labels = labels_of(run, round_)
     labels.parent.mkdir(exist_ok=True)
     labels.write_text("".join(json.dumps(record) + "\n" for tree in trees for record in label_records(tree)))
     return groups
+
+
+def labels_of(run: Run, round_: int) -> Path:
+    """Where the values of a round's turns are written."""
+    return run.workdir / "labels" / f"train-{round_ + 1:06d}.jsonl"
 
 
 def learn(run: Run, lesson: Lesson, round_: int, within: int, per_round: int) -> dict[str, float]:
@@ -219,13 +230,24 @@ def learn(run: Run, lesson: Lesson, round_: int, within: int, per_round: int) ->
     phases = max(1, len(lesson.phases))
     phase, at = divmod(within, per_round // phases)
     examples: Sequence[Any] = lesson.pairs if c.mode == "dpo" else lesson.phases[phase]
+    told = teach(run, lesson.values, round_, within) if lesson.values else {}
     if not examples:
-        return {}
+        return told
     count = min(c.batch, len(examples))
     turn = examples_at(len(examples), run.config.seed + round_ * phases + phase, at * count, count)
     if c.mode == "dpo":
         return prefer(learner, [examples[i] for i in turn], lesson.reference_P2[turn], c.beta)
-    return imitate(learner, [examples[i] for i in turn])
+    return told | imitate(learner, [examples[i] for i in turn])
+
+
+def teach(run: Run, values: Sequence[Row], round_: int, within: int) -> dict[str, float]:
+    """One step of the second learner on what the searches have found; its metrics."""
+    critic, count = run.parts.critic, min(run.config.finetune.batch, len(values))
+    assert critic  # of rest_mcts
+    rows = [values[i] for i in examples_at(len(values), run.config.seed + round_, within * count, count)]
+    for batch in pack(rows, batch_rows=critic.options.batch_rows, row_tokens=critic.options.row_tokens):
+        critic.accumulate(batch)
+    return critic.apply()
 
 
 def show(run: Run, step: int, values: dict[str, float]) -> None:

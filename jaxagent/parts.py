@@ -45,7 +45,7 @@ from jaxagent.objective import ProcessObjective
 from jaxagent.programs import Programs
 from jaxagent.rewards.shaping import Shaping
 from jaxagent.rollout import RolloutOptions, Rollouts
-from jaxagent.selection import FinetuneOptions
+from jaxagent.selection import SEARCHES, FinetuneOptions
 from jaxagent.selves import Selves
 from jaxagent.sharding import AXES, DeviceMesh
 from jaxagent.supervised import warmup_optimizer
@@ -312,7 +312,7 @@ def build(config: ConfigDict, log: Path | None = None, *, with_critic: bool = Tr
 
     Args:
         log: where the embedded sandbox server writes what it has to say.
-        with_critic: for algorithms that have one; evaluation and fine-tuning need none.
+        with_critic: for algorithms that have one; evaluation and most fine-tuning need none.
     """
     world = envs.find(config.env.name)(**config.env.options)
     if config.warmup.steps and not hasattr(world, "demonstrate"):
@@ -334,7 +334,7 @@ def build(config: ConfigDict, log: Path | None = None, *, with_critic: bool = Tr
         sandbox = Sandbox(config.sandbox, world, log)
         undo.callback(sandbox.close)
         learner = Learner(decoder, start_weights(config, decoder, mesh), mesh, algorithm, learner_options)
-        critic = critic_beside(learner, algorithm) if with_critic else None
+        critic = critic_beside(learner, algorithm, process=config.finetune.mode == "rest_mcts") if with_critic else None
         most = max(EngineOptions.stop_tokens, len(template.stop))
         engine_options = EngineOptions(**config.engine, stop_tokens=most, record_routing=config.learner.replay_routing)
         by_program = getattr(world, "runs_program", False)
@@ -399,10 +399,10 @@ def learning(config: ConfigDict) -> Learning:
     return Learning(world, template, decoder, algorithm, learner, critic, selves=None)
 
 
-def critic_beside(learner: Learner, algorithm: Algorithm) -> Learner | None:
+def critic_beside(learner: Learner, algorithm: Algorithm, *, process: bool = False) -> Learner | None:
     """The critic of an algorithm that has one; a process reward model is one with another objective."""
-    objective = ProcessObjective(algorithm) if algorithm.process else None
-    return critic_of(learner, objective) if algorithm.has_critic else None
+    objective = ProcessObjective(algorithm) if process or algorithm.process else None
+    return critic_of(learner, objective) if process or algorithm.has_critic else None
 
 
 def _want_slots(config: ConfigDict, seats: int) -> None:
@@ -426,7 +426,7 @@ def _want_one_player(config: ConfigDict, world: envs.World) -> None:
             "own, and two engines of several devices each could wait for each other for ever; set it to 1"
         )
     mode, branches = config.finetune.mode, config.feed.branches
-    again = "finetune.mode=search" if mode == "search" else f"feed.branches={branches}" if branches and not mode else ""
+    again = f"finetune.mode={mode}" if mode in SEARCHES else f"feed.branches={branches}" if branches and not mode else ""
     by_program = getattr(world, "runs_program", False)
     if again and (past or seats > 1 or by_program):
         who = "programs" if by_program else "earlier versions of the policy too" if past else f"{seats} seats"

@@ -79,10 +79,10 @@ class Shapes:
         self.replicas = list(self.mesh.replicas())
         options = LearnerOptions(**config.learner, temperature=config.sampling.temperature)
         self.learner = self._learner(self.decoder, options)
-        self.critic: Learner | None = None
-        if self.algorithm.has_critic and not config.finetune.mode:
-            of, own = replace(self.decoder, value_head=True), replace(options, replay_routing=False)
-            self.critic = self._learner(of, own, ProcessObjective(self.algorithm) if self.algorithm.process else None)
+        of, own, mode = replace(self.decoder, value_head=True), replace(options, replay_routing=False), config.finetune.mode
+        process = mode == "rest_mcts" or self.algorithm.process
+        critic = mode == "rest_mcts" or (self.algorithm.has_critic and not mode)
+        self.critic = self._learner(of, own, ProcessObjective(self.algorithm) if process else None) if critic else None
         self.engine_options = EngineOptions(**config.engine, record_routing=config.learner.replay_routing)
         self.engine = EngineShapes(self.decoder, self.engine_options, self.replicas[0], self.learner.params)
         self.chip, self.chip_name, self.limit_bytes = _chip(self.devices[0], topology, len(self.devices))
@@ -103,7 +103,7 @@ class Shapes:
         """Whether log-probs or values are computed by a forward pass of their own."""
         a, c = self.algorithm, self.config
         asked = c.train.old_logprob == "trainer" or a.kl_in_loss or a.kl_in_reward or self.critic is not None
-        return c.finetune.mode == "dpo" or (asked and not c.finetune.mode)
+        return c.finetune.mode in ("dpo", "rest_mcts") or (asked and not c.finetune.mode)
 
 
 def _chip(device: jax.Device, topology: str, count: int) -> tuple[Chip | None, str, int]:

@@ -18,15 +18,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from jaxagent.credit import Credit, counted
-from jaxagent.data.pack import Row
+from jaxagent.data.pack import Batch, Row, pack, unpack
 from jaxagent.data.tasks import examples_at, numbered
 from jaxagent.rewards.shaping import settle
 from jaxagent.types import Group, Trajectory, Turn, by_rollout
@@ -188,7 +188,22 @@ def _sigmoid(x: np.ndarray) -> np.ndarray:
     return 0.5 * (1.0 + np.tanh(0.5 * x))
 
 
-def read_labels(path: str | Path, longest: int) -> list[Row]:
+def said_of(
+    score: Callable[[Batch], np.ndarray], batch_rows: int, row_tokens: int, asked: Sequence[tuple[Sequence[int], Sequence[int]]]
+) -> list[list[float]]:
+    """What the model says at places of rows: how likely the episode ends well, as far as it has been read.
+
+    Args:
+        score: gives its log-odds at every token of a micro-batch of this shape.
+        asked: tokens and places of every row.
+    """
+    rows = [reading(tokens) for tokens, _ in asked]
+    batches = pack(rows, batch_rows=batch_rows, row_tokens=row_tokens)
+    logits = unpack(rows, [score(batch) for batch in batches], batch_rows=batch_rows, row_tokens=row_tokens)
+    return [_sigmoid(said[list(places)]).tolist() for said, (_, places) in zip(logits, asked, strict=True)]
+
+
+def read_labels(path: str | Path, longest: int, *, told: bool = False) -> list[Row]:
     """Rows with values of turns from a JSONL file, as a tree search writes them: one turn a line.
 
         {"trajectory": "train/3#0", "tokens": [...], "q": 0.75, "visits": 8}
@@ -198,12 +213,17 @@ def read_labels(path: str | Path, longest: int) -> list[Row]:
 
     Args:
         longest: tokens of a training row.
+        told: values of what was told after turns (`then` of the line, and its `value`) and not of turns; others are left out.
 
     Raises ValueError naming file and line.
     """
     turns: dict[str, list[tuple[list[int], float, float]]] = {}
     for number, record in numbered(path, ("trajectory", "tokens", "q", "visits")):
         where = f"{path}, line {number}"
+        if told and "then" not in record:
+            continue
+        if told:
+            record = {**record, "tokens": [*record["tokens"], *record["then"]], "q": record["value"]}
         try:
             tokens, q, visits = [int(token) for token in record["tokens"]], float(record["q"]), float(record["visits"])
         except (TypeError, ValueError) as error:
@@ -221,10 +241,15 @@ def read_labels(path: str | Path, longest: int) -> list[Row]:
     return [_labelled(known) for known in turns.values()]
 
 
+def reading(tokens: Sequence[int]) -> Row:
+    """A row that is read and says nothing."""
+    nothing = [0.0] * len(tokens)
+    return Row(tokens, [False] * len(tokens), nothing, nothing, nothing, nothing)
+
+
 def _labelled(turns: Sequence[tuple[list[int], float, float]]) -> Row:
     tokens = max((tokens for tokens, _, _ in turns), key=len)
-    nothing = [0.0] * len(tokens)
-    target, weight = nothing[:], nothing[:]
+    target, weight = [0.0] * len(tokens), [0.0] * len(tokens)
     for turn, q, visits in turns:
         target[len(turn) - 1], weight[len(turn) - 1] = q, visits
-    return Row(tokens, [False] * len(tokens), nothing, nothing, nothing, nothing, target=target, judged=weight)
+    return replace(reading(tokens), target=target, judged=weight)

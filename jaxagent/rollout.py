@@ -122,7 +122,7 @@ class Rollouts:
         """Starts the continuations `numbers` of a stem; a future of its rows for each.
 
         The same number of the same stem is the same continuation. The world is brought back for each of them by taking the
-        stem's turns again; where it `forks`, once for all of them.
+        stem's turns again; where it `forks`, once for all of several.
 
         Raises ValueError where the task is another than the stem's, and where programs of the user's play.
         """
@@ -132,7 +132,7 @@ class Rollouts:
             raise ValueError(f"{stem.group} is of task {stem.task} with seed {stem.seed}, got {task['id']} with {task['seed']}")
         numbers = list(numbers)
         origin = None
-        if getattr(self.world, "forks", False):
+        if getattr(self.world, "forks", False) and len(numbers) > 1:
             name = f"{self._nonce}.{next(self._attempts)}/{stem.group}"
             origin = _Origin(lambda: self.world.episode(name, self._sandbox), len(numbers))
         how, siblings = _How(sampling, stem=stem, origin=origin), Siblings(self._lengths, stem.group, wave=0)

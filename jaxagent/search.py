@@ -7,9 +7,9 @@ the end: all turns of that continuation become edges. So a simulation costs what
     at a node with N visits: another turn where no more than sqrt(N) were drawn, and fewer than `width`;
     else down the edge with the largest Q + exploration spread sqrt(ln N / n)
 
-Q is the mean return of the simulations through an edge; `spread` is the range of returns seen in the tree. With a value
-function, r + value(state after it) counts as one more visit of every edge, as a critic's does in the search of ReST-MCTS*
-(arXiv:2406.03816); that paper's value is trained with the search, here it is given.
+Q is the mean return of the simulations through an edge; `spread` is the range of what the tree knows of returns. With a value
+function, r + value(state after it) counts as one more visit of every edge, as in the search of ReST-MCTS* (arXiv:2406.03816).
+Whoever searches may teach it with the labels that the search leaves: finetune.mode=rest_mcts does, round by round.
 
 Two uses of what was found. `Tree.episodes` are whole trajectories, as if each had been played alone: the best are imitated.
 `turn_labels` gives the Q of the *policy* for every turn (Math-Shepherd, arXiv:2312.08935, and AgentPRM, arXiv:2502.10325, at
@@ -20,7 +20,7 @@ down through it are left out: they were sent where it went well, and their mean 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -31,7 +31,8 @@ from jaxagent.rollout import Rollouts, wait
 from jaxagent.stem import Stem, stem_of, want_one_agent
 from jaxagent.types import Sampling, Trajectory
 
-Value = Callable[[Sequence[int]], float]  # from the tokens before a turn to the return from there on
+Asked = tuple[Sequence[int], Sequence[int]]  # the tokens of a row, and places in them: the last token before some of its turns
+Value = Callable[[Sequence[Asked]], Sequence[Sequence[float]]]  # the return from each of these turns on
 
 
 @dataclass(frozen=True)
@@ -81,11 +82,13 @@ class Node:
 class Tree:
     """What the simulations of one task have found."""
 
-    def __init__(self, group: str, task: Task, options: SearchOptions, value: Value | None = None):
-        self.group, self.task, self.options, self.value = group, task, options, value
+    def __init__(self, group: str, task: Task, options: SearchOptions):
+        self.group, self.task, self.options = group, task, options
         self.root: Node | None = None
+        self.fresh: list[tuple[list[int], list[tuple[int, Edge]]]] = []  # of each episode the edges that no value is known of
         self.episodes: list[Trajectory] = []  # whole ones, in the order of the simulations
         self.sampled = 0  # tokens
+        self.known: list[float] = []  # returns, and values of edges
         self.lost: list[Trajectory] = []  # what the infrastructure broke, or what sampled nothing
 
     def select(self) -> tuple[Node, list[Edge]]:
@@ -93,8 +96,7 @@ class Tree:
         node, path = self.root, list[Edge]()
         if node is None:
             raise ValueError(f"{self.group}: a tree has nothing to select from before its first episode")
-        rewards = [episode.reward for episode in self.episodes]
-        spread = max(rewards) - min(rewards) or 1.0
+        spread = max(self.known) - min(self.known) or 1.0
         while node.drawn > min(math.sqrt(max(1, node.visits)), self.options.width - 1):
             ahead = [edge for edge in node.edges.values() if edge.after]
             if not ahead:  # all that was tried here ends the episode
@@ -119,9 +121,11 @@ class Tree:
         if node is None:
             node = self.root = self.root or Node(stem_of(row, 0))
             node.drawn += 1
-        stem, parent = node.stem, self.episodes[path[-1].episode] if path else None
+        stem, parent, fresh = node.stem, self.episodes[path[-1].episode] if path else None, list[tuple[int, Edge]]()
         self.episodes.append(whole(row, parent, self.group, len(self.episodes)))
         to_go = row.reward
+        self.fresh.append((row.tokens, fresh))
+        self.known.append(self.episodes[-1].reward)
         self._count(path, to_go)
         for number, turn in enumerate(row.turns):
             node.visits += 1
@@ -135,7 +139,7 @@ class Tree:
             if edge.after is None:
                 edge.episode = len(self.episodes) - 1  # what goes on from there takes its beginning from this one
                 edge.after = Node(stem.then(row, number + 1), drawn=1)
-                edge.prior = edge.reward + self.value(edge.after.stem.tokens) if self.value else None
+                fresh.append((row.turns[number + 1].start - 1, edge))
             node = edge.after
             if node.stem.tokens != tuple(row.tokens[: row.turns[number + 1].start]):
                 break  # the world answered the same turn in another way: what follows is not of this state
@@ -152,6 +156,18 @@ class Tree:
             assert node is not None
             node.visits += 1
             node = edge.after
+
+    @staticmethod
+    def judge(trees: Sequence[Tree], value: Value) -> None:
+        """Asks for the values of the states that are new since the last time, of all trees together."""
+        found = [(tree, tokens, edges) for tree in trees for tokens, edges in tree.fresh if edges]
+        said = value([(tokens, [at for at, _ in edges]) for _, tokens, edges in found]) if found else []
+        for (tree, _, edges), values in zip(found, said, strict=True):
+            for (_, edge), after in zip(edges, values, strict=True):
+                edge.prior = edge.reward + after
+                tree.known.append(edge.prior)
+        for tree in trees:
+            tree.fresh = []
 
     @property
     def best(self) -> Trajectory:
@@ -190,11 +206,12 @@ def search(
     The draws depend on the run's seed, the group and the place in the tree, and the tree on what was drawn: the same again.
 
     Args:
+        value: is asked once for each simulation of all trees.
         stop: whether the run is to stop. Raises Stopped where it says so.
 
     Raises ValueError for worlds of several agents, and where a conversation is begun anew in another row.
     """
-    trees = [Tree(group, task, options or SearchOptions(), value) for group, task in tasks]
+    trees = [Tree(group, task, options or SearchOptions()) for group, task in tasks]
     for number in range(simulations):
         started: list[tuple[Tree, Any, Future[list[Trajectory]]]] = []
         for tree in trees:
@@ -212,6 +229,8 @@ def search(
             if len(rows) > 1:
                 raise ValueError(f"{rows[0].task}: its conversation was begun anew in another row; a search needs all in one")
             tree.take(rows[0], *place)
+        if value:
+            Tree.judge(trees, value)
     return trees
 
 
@@ -220,31 +239,45 @@ def _alone(rollouts: Rollouts, tree: Tree, number: int, sampling: Sampling) -> l
     return rollouts.play([(name, tree.task)], 1, sampling)
 
 
+def _edges(tree: Tree) -> Iterator[Edge]:
+    ahead = [tree.root] if tree.root else []
+    for node in ahead:
+        for edge in node.edges.values():
+            yield edge
+            ahead += [edge.after] if edge.after else []
+
+
 def turn_labels(tree: Tree) -> list[tuple[Trajectory, int, float, int]]:
     """(trajectory, number of the turn, Q of the policy for it, how many returns that is the mean of), for every turn found."""
-    found, ahead = list[tuple[Trajectory, int, float, int]](), [tree.root] if tree.root else []
-    while ahead:
-        node = ahead.pop(0)
-        for edge in node.edges.values():
-            found.append((tree.episodes[edge.episode], edge.turn, edge.returned / edge.drawn, edge.drawn))
-            ahead += [edge.after] if edge.after else []
-    return found
+    return [(tree.episodes[edge.episode], edge.turn, edge.returned / edge.drawn, edge.drawn) for edge in _edges(tree)]
 
 
 def label_records(tree: Tree) -> list[dict[str, Any]]:
     """`turn_labels` as JSON objects, for process.read_labels.
 
-    `tokens` are all up to and with the turn, which begins at `start`; `q` is clipped to [0, 1].
+    `tokens` are all up to and with the turn, which begins at `start`; `q` is clipped to [0, 1]. Where another turn followed,
+    `then` is what was told before that, and `value` the return from there on, clipped too.
     """
-    return [
-        {
-            "trajectory": f"{row.group}#{row.rollout}",
-            "task": row.task,
-            "turn": turn,
-            "start": row.turns[turn].start,
-            "tokens": row.tokens[: row.turns[turn].end],
-            "q": min(1.0, max(0.0, q)),
-            "visits": visits,
-        }
-        for row, turn, q, visits in turn_labels(tree)
-    ]
+    return [_record(tree.episodes[edge.episode], edge) for edge in _edges(tree)]
+
+
+def _record(row: Trajectory, edge: Edge) -> dict[str, Any]:
+    turn, q = row.turns[edge.turn], edge.returned / edge.drawn
+    record: dict[str, Any] = {
+        "trajectory": f"{row.group}#{row.rollout}",
+        "task": row.task,
+        "turn": edge.turn,
+        "start": turn.start,
+        "tokens": row.tokens[: turn.end],
+        "q": _clipped(q),
+        "visits": edge.drawn,
+    }
+    if edge.after:
+        # Not the turn's own reward, which may have been shaped since.
+        told = row.tokens[turn.end : row.turns[edge.turn + 1].start]
+        record |= {"then": told, "value": _clipped(q - edge.reward)}
+    return record
+
+
+def _clipped(q: float) -> float:
+    return min(1.0, max(0.0, q))

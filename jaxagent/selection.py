@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from jaxagent.data.pack import Row
 from jaxagent.types import Group, Trajectory, by_rollout
 
-MODES = ("sft", "raft", "rest_em", "search", "dpo")
+MODES = ("sft", "raft", "rest_em", "search", "rest_mcts", "dpo")
+SEARCHES = ("search", "rest_mcts")
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,9 @@ class FinetuneOptions:
         mode: "" in a config for `jaxagent train`. "sft" imitates a file. "raft" samples, keeps what is good, imitates that, and
             samples again from the policy that came of it; "rest_em" does the same but learns every round from the start
             policy anew (ReST-EM, arXiv:2312.06585). "search" is raft with what a tree search over turns finds, of feed.rollouts
-            simulations for each task, see search.py. "dpo" learns from pairs: of a file, or the best and worst of each group.
+            simulations for each task, see search.py; "rest_mcts" teaches a second learner what the searches say of states, at
+            critic.lr, and from the second round on its word guides them (ReST-MCTS*, arXiv:2406.03816). "dpo" learns from
+            pairs: of a file, or the best and worst of each group.
         path: the file or folder to learn from, see data/dialogues.py; empty samples with the policy.
         batch: rows, or pairs, of a step.
         rounds: of sampling; the steps are shared evenly among them.
@@ -47,8 +50,10 @@ class FinetuneOptions:
                 raise ValueError(f"finetune.{name} must be at least 1, got {getattr(self, name)}")
         if self.mode == "sft" and not self.path:
             raise ValueError("finetune.path must name the file to learn from where finetune.mode is sft; got ''")
-        if self.mode == "search" and self.path:
-            raise ValueError(f"finetune.path must be empty where finetune.mode is search, which samples; got {self.path!r}")
+        if self.mode in SEARCHES and self.path:
+            raise ValueError(
+                f"finetune.path must be empty where finetune.mode is {self.mode}, which samples; got {self.path!r}"
+            )
         if self.path and self.rounds > 1:
             raise ValueError(f"finetune.rounds must be 1 where finetune.path gives all there is, got {self.rounds}")
         if list(self.threshold) != sorted(self.threshold):

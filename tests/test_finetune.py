@@ -42,7 +42,7 @@ TINY = (
 MODES = {
     "raft": ("finetune.mode=raft", "finetune.rounds=2"),
     "rest_em": ("finetune.mode=rest_em", "finetune.rounds=2", "finetune.threshold=(0.5,1.0)"),
-    "search": ("finetune.mode=search", "finetune.rounds=2"),
+    "rest_mcts": ("finetune.mode=rest_mcts", "finetune.rounds=2", "critic.lr=0.02"),  # whose first round is that of search
     "dpo": ("finetune.mode=dpo", "finetune.rounds=2"),
 }
 FIRST, LAST = 18, 26
@@ -143,9 +143,9 @@ def test_a_margin_is_zero_at_the_start_policy_and_grows(whole: Callable[[str], P
 
 def test_a_search_leaves_whole_trajectories_and_the_values_of_their_turns(whole: Callable[[str], Path]) -> None:
     for label in ("train-000001", "train-000002"):
-        rows = {f"{row.group}#{row.rollout}": row for row in Store(whole("search") / "trajectories").read(label)}
+        rows = {f"{row.group}#{row.rollout}": row for row in Store(whole("rest_mcts") / "trajectories").read(label)}
         assert [audit(row) for row in rows.values()] == [""] * len(rows)
-        lines = (whole("search") / "labels" / f"{label}.jsonl").read_text().splitlines()
+        lines = (whole("rest_mcts") / "labels" / f"{label}.jsonl").read_text().splitlines()
         records = [json.loads(line) for line in lines]
         assert {record["trajectory"] for record in records} <= rows.keys()
         assert any(record["q"] > 0 for record in records)
@@ -155,6 +155,16 @@ def test_a_search_leaves_whole_trajectories_and_the_values_of_their_turns(whole:
             turn = row.turns[record["turn"]]
             assert (record["start"], record["tokens"]) == (turn.start, row.tokens[: turn.end])
             assert 0 <= record["q"] <= 1
+
+
+def test_what_searches_say_of_turns_teaches_who_guides_the_next(whole: Callable[[str], Path]) -> None:
+    records = metrics(whole("rest_mcts"))[FIRST:]
+    assert all(record["critic/tokens"] > 0 for record in records)
+    assert records[0]["critic/value_mean"] == pytest.approx(0.5)  # its word before it has learnt anything
+    assert records[0]["critic/loss"] == pytest.approx(np.log(2))
+    assert all(record["critic/value_mean"] != 0.5 for record in records[1:])
+    held = {path.name for path in (whole("rest_mcts") / "checkpoints" / str(LAST)).iterdir()}
+    assert {"critic_params", "critic_opt_state"} <= held
 
 
 def test_only_rest_em_goes_back_to_the_start_policy(whole: Callable[[str], Path]) -> None:
@@ -179,7 +189,7 @@ def test_the_export_of_a_run_is_its_policy(whole: Callable[[str], Path], tmp_pat
 # ---------------------------------------------------------------------- stopped and gone on
 
 
-@pytest.mark.parametrize(("mode", "step"), [("raft", 20), ("rest_em", 22), ("dpo", 21)])
+@pytest.mark.parametrize(("mode", "step"), [("raft", 20), ("rest_em", 22), ("rest_mcts", 23), ("dpo", 21)])
 def test_a_run_resumed_from_any_save_equals_the_one_that_was_never_stopped(
     whole: Callable[[str], Path], tmp_path: Path, mode: str, step: int
 ) -> None:
@@ -313,7 +323,7 @@ def test_a_config_belongs_to_its_story(refused: Callable[..., str]) -> None:
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (("finetune.mode=sftt",), "finetune.mode must be one of sft, raft, rest_em, search, dpo"),
+        (("finetune.mode=sftt",), "finetune.mode must be one of sft, raft, rest_em, search, rest_mcts, dpo"),
         (("finetune.mode=raft", "finetune.path=", "train.steps=7", "finetune.rounds=2"), "must be a multiple of"),
         (("algo.name=rloo",), "algo.name=rloo does nothing: finetune.mode=sft has no policy gradient"),
         (("train.minibatches=2",), "train.minibatches=2 does nothing"),

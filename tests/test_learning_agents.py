@@ -1,4 +1,4 @@
-"""Toys: self-play, process rewards and progressive shaping do what they are for, and nothing where they must not help.
+"""Toys: self-play, process rewards, progressive shaping and search do what they are for, and nothing where they must not help.
 
 A table of logits learns through the real agent, worlds and credit. What is random has a seed; lines have a wide margin.
 """
@@ -6,22 +6,26 @@ A table of logits learns through the real agent, worlds and credit. What is rand
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from tabular import Table, play, rows_of, success
-from toys import Lone
+from tabular import PLAIN, SAMPLING, Table, play, rows_of, success
+from toys import Climb, Lone, Stairs, climbing
 
+from jaxagent.agent import Agent, Limits
 from jaxagent.algos.table import TABLE
 from jaxagent.chat.plain import CALL, EOS
 from jaxagent.credit import assign
 from jaxagent.envs.env import Env, Step, Task
 from jaxagent.envs.kuhn import CARDS, OVER, Kuhn, equilibrium, payoff
-from jaxagent.process import Process, places_of
+from jaxagent.process import Labels, Process, places_of
 from jaxagent.rewards.shaping import Shaping
-from jaxagent.types import Message
+from jaxagent.rollout import RolloutOptions, Rollouts, wait
+from jaxagent.search import Asked, search, turn_labels
+from jaxagent.types import Message, Sample, SampleRequest, Trajectory
 
 pytestmark = pytest.mark.learning
 
@@ -216,3 +220,124 @@ def test_where_every_turn_is_in_form_progressive_shaping_changes_nothing() -> No
     assert table.logits.keys() == other.logits.keys()
     for state, z in table.logits.items():
         np.testing.assert_allclose(other.logits[state], z, atol=1e-3)
+
+
+# ====================================================================== search over turns
+
+
+class Flights(Stairs):
+    """Stairs of six tasks that call their moves by different names: what is learnt in one says nothing of the others."""
+
+    NAMES = tuple(itertools.permutations("UDF"))
+
+    def task(self, split: str, index: int) -> Task:
+        return {"id": f"flights/{index % 6}", "seed": index % 6, "difficulty": ""}
+
+    def episode(self, name: str, sandbox: object) -> Climb:
+        return Flight(self, 0)
+
+
+class Flight(Climb):
+    async def reset(self, task: Task, seed: int) -> Step:
+        self.flight = task["seed"]
+        return self.shown(await super().reset(task, seed))
+
+    async def step(self, action: Message) -> Step:
+        meant = Flights.NAMES[self.flight]["UDF".index(action.calls[0].name)]
+        return self.shown(await super().step(climbing(meant)[0]))
+
+    def shown(self, step: Step) -> Step:
+        step.messages = [replace(message, content=f"{self.flight}/{message.content}") for message in step.messages]
+        return step
+
+    async def fork(self, name: str) -> Flight:
+        made = Flight(self.world, self.mood, self.at)
+        made.flight = self.flight
+        return made
+
+
+class Drawn(Table):
+    """The same, with draws like the engine's: from the request's key and the place in the row, whoever else is playing."""
+
+    async def generate(self, request: SampleRequest) -> Sample:
+        self.rng = np.random.default_rng([*request.key, request.start + len(request.tokens)])
+        return await super().generate(request)
+
+
+PLACE = re.compile(r"(\d)/(\d)<turn>")
+
+
+def arrival(policy: Table, top: int, turns: int) -> float:
+    """How likely it arrives, on average over the flights: all that can happen is gone through."""
+    found = 0.0
+    for flight, names in enumerate(Flights.NAMES):
+        at = np.eye(top + 1)[0]
+        for _ in range(turns):
+            after = np.eye(top + 1)[top] * at[top]
+            for k in range(top):
+                for name, odds in zip(names, policy.odds(f"{flight}/{k}"), strict=True):
+                    after[{"U": k + 1, "D": max(0, k - 1), "F": 0}[name]] += at[k] * odds
+            at = after
+        found += at[top] / len(Flights.NAMES)
+    return found
+
+
+def best_until(rows: Sequence[Trajectory], budget: int) -> list[Trajectory]:
+    """Episodes of their own, as many as a budget of sampled tokens lasts for."""
+    spent = np.cumsum([0, *(sum(row.mask) for row in rows)])
+    assert spent[-1] >= budget
+    return [row for row, before in zip(rows, spent, strict=False) if before < budget]
+
+
+def climbed(
+    seed: int, budgets: Sequence[Sequence[int]] = (), *, top: int = 4, turns: int = 7, rounds: int = 6
+) -> tuple[float, list[list[int]]]:
+    """(mean chance to arrive over the rounds, tokens sampled by round and task) of a policy that imitates the best it found.
+
+    It is found by a search, guided from the second round on by the values that earlier rounds have left, pooled over all
+    flights by height; or by episodes of their own with these budgets of tokens.
+    """
+    world, labels, curve, spent = Flights(top), Labels(), [], []
+    policy = Drawn([PLAIN.turn(move) for move in climbing("U", "D", "F")], lambda text: "/".join(PLACE.findall(text)[-1]), seed)
+    many = Rollouts(
+        world, Agent(PLAIN, world.tools, policy, Limits(turns, 400)), lambda: None, seed, RolloutOptions(attempts=1)
+    )
+
+    def value(asked: Sequence[Asked]) -> list[list[float]]:
+        heights = [[PLACE.findall(PLAIN.text(tokens[: at + 1]))[-1][1] for at in places] for tokens, places in asked]
+        return [[labels.value(key) if key in labels.known else 0.0 for key in keys] for keys in heights]
+
+    try:
+        for number in range(rounds):
+            tasks = [(f"{number}/{i}", world.task("train", i)) for i in range(len(Flights.NAMES))]
+            if budgets:
+                played = many.play(tasks, max(budgets[number]) // 3 // min(turns, top) + 1, SAMPLING)
+                found = [best_until(wait(each), budget) for each, budget in zip(played, budgets[number], strict=True)]
+            else:
+                trees = search(many, tasks, SAMPLING, 8, value=value if number else None)
+                found, spent = [tree.episodes for tree in trees], [*spent, [tree.sampled for tree in trees]]
+                for row, turn, q, _ in (label for tree in trees for label in turn_labels(tree)):
+                    labels.tell(row.turns[turn].state, q)
+            kept = [max(rows, key=lambda row: row.reward) for rows in found if len({row.reward for row in rows}) > 1]
+            for turn in (turn for row in kept for turn in row.turns):
+                turn.advantage = 1.0
+            for _ in range(3 if kept else 0):
+                policy.learn(kept, 1.0)
+            curve.append(arrival(policy, top, turns))
+    finally:
+        many.close()
+    return float(np.mean(curve)), spent
+
+
+def test_search_teaches_more_than_episodes_of_their_own_with_as_many_sampled_tokens() -> None:
+    """Four steps up within seven turns, from a policy at random: few episodes arrive, and each flight is learnt alone."""
+    found = [(guided, climbed(seed, spent)[0]) for seed in range(4) for guided, spent in [climbed(seed)]]
+    guided, alone = np.mean(found, 0)
+    assert guided > alone + 0.02
+    assert alone > 0.15  # both learn
+
+
+def test_where_an_episode_is_one_turn_search_teaches_what_episodes_of_their_own_do() -> None:
+    for seed in range(3):
+        guided, spent = climbed(seed, top=1, turns=1, rounds=3)
+        assert climbed(seed, spent, top=1, turns=1, rounds=3)[0] == pytest.approx(guided, abs=0.02)

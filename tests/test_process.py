@@ -16,10 +16,10 @@ from test_train_algorithms import cut, trained
 from jaxagent.algos.table import TABLE
 from jaxagent.chat.plain import EOS, TURN, USER
 from jaxagent.credit import assign, rows_of
-from jaxagent.data.pack import pack
+from jaxagent.data.pack import Batch, pack
 from jaxagent.data.store import Store
 from jaxagent.objective import ProcessObjective
-from jaxagent.process import MEMORY, Labels, Process, places_of, read_labels
+from jaxagent.process import MEMORY, Labels, Process, places_of, read_labels, said_of
 from jaxagent.types import Group, Sample, StopReason, Trajectory
 
 GAMMA = 1.0
@@ -192,6 +192,30 @@ def test_a_file_of_searched_turns_becomes_rows_that_weigh_their_visits(tmp_path:
     drawn = [row.tokens for turn in range(3) for row in process.rows(turn, 2)]
     assert drawn.count(one.tokens) == drawn.count(other.tokens) == 3
     assert Process(0).rows(0, 2) == []
+
+
+def test_what_was_told_after_a_turn_has_a_value_of_its_own(tmp_path: Path) -> None:
+    one = rollout(0, ("s", "a", 0.5), ("s2", "b", 0.25))
+    first, last = turn_of(one, 0, 0.75, 8), turn_of(one, 1, 0.25, 2)
+    told = {**first, "then": one.tokens[one.turns[0].end : one.turns[1].start], "value": 0.125}
+    (row,) = read_labels(written(tmp_path, told, last), 16, told=True)
+    assert row.tokens == one.tokens[: one.turns[1].start]
+    assert (np.flatnonzero(row.judged).tolist(), row.target[-1], row.judged[-1]) == ([len(row.tokens) - 1], 0.125, 8.0)
+    (turns,) = read_labels(written(tmp_path, told, last), 16)
+    assert (turns.tokens, np.flatnonzero(turns.judged).tolist()) == (one.tokens, [4, 9])
+
+
+def test_what_is_said_of_a_place_is_said_of_its_own_row_and_token() -> None:
+    """Log-odds that are the token itself: every value tells from where it was read, however the rows were packed."""
+
+    def score(batch: Batch) -> np.ndarray:
+        return batch.tokens / 10 - 1.0
+
+    asked = [([3, 4, 5, 6], [1, 3]), ([9, 8], [1]), ([7] * 6, []), ([1, 2, 3, 30, 5], [0, 3, 4])]
+    wanted = [[1 / (1 + math.exp(1 - tokens[at] / 10)) for at in places] for tokens, places in asked]
+    for shape in ((1, 6), (2, 12), (4, 40)):
+        for said, want in zip(said_of(score, *shape, asked), wanted, strict=True):
+            assert said == pytest.approx(want)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from jaxagent.agent import Agent, Limits
 from jaxagent.chat.plain import PlainTemplate
 from jaxagent.data.store import audit
 from jaxagent.rollout import RolloutOptions, Rollouts, wait
-from jaxagent.search import Node, SearchOptions, Tree, label_records, search, turn_labels
+from jaxagent.search import Asked, Node, SearchOptions, Tree, Value, label_records, search, turn_labels
 from jaxagent.types import Sample, SampleRequest, Sampling, StopReason, Trajectory
 
 PLAIN = PlainTemplate()
@@ -66,9 +66,13 @@ def solved(groups: Sequence[Sequence[Trajectory]]) -> tuple[int, int]:
     return sum(any(row.solved for row in rows) for rows in groups), sum(row.solved for rows in groups for row in rows)
 
 
-def height(tokens: Sequence[int]) -> float:
+def height(asked: Sequence[Asked]) -> list[list[float]]:
     """What a critic may know: how far up the last observation says one is."""
-    return int(PLAIN.text(tokens).removesuffix("<turn>").rpartition(">")[2]) / 6
+
+    def said(text: str) -> float:
+        return int(text.removesuffix("<turn>").rpartition(">")[2]) / 6
+
+    return [[said(PLAIN.text(tokens[: place + 1])) for place in places] for tokens, places in asked]
 
 
 def test_at_equal_sampled_tokens_search_solves_more_than_best_of_n_and_with_a_value_more_still() -> None:
@@ -82,6 +86,18 @@ def test_at_equal_sampled_tokens_search_solves_more_than_best_of_n_and_with_a_va
     assert one[1] > 1.2 * base[0][1]  # episodes; until one is solved all returns are alike, so tasks are no more than before
     assert two[1] > 1.4 * base[1][1]
     assert two[0] > 1.1 * base[1][0]
+
+
+def test_how_large_values_are_does_not_matter_while_nothing_else_is_known() -> None:
+    """Nobody ever arrives: what is rarely tried is preferred by as much as the values differ, however little that is."""
+
+    def found(value: Value | None) -> list[list[int]]:
+        with climbers(Stairs(99), 8) as many:
+            (tree,) = search(many, named(many.world, 1), SAMPLING, 20, value=value)
+        return [row.tokens for row in tree.episodes]
+
+    small = found(lambda asked: [[h / 100 for h in heights] for heights in height(asked)])
+    assert small == found(height) != found(None)
 
 
 def test_in_a_world_of_one_turn_search_is_best_of_n() -> None:
@@ -168,6 +184,9 @@ def test_a_label_is_the_mean_return_of_the_continuations_from_behind_the_turn() 
     assert (record["trajectory"], record["turn"], record["visits"]) == ("g#1", 1, 1)
     assert record["tokens"] == row.tokens[: row.turns[1].end]
     assert PLAIN.text(record["tokens"][record["start"] :]) == "<call>U</call>"
+    assert "then" not in record  # nothing followed
+    first = next(record for record in label_records(tree) if not record["turn"])
+    assert (PLAIN.text(first["then"]), first["q"], first["value"]) == ("<result>1<turn>", 0.5, 0.5)
 
 
 def test_labels_are_the_policys_values_and_not_those_of_the_search() -> None:

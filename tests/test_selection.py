@@ -90,7 +90,7 @@ def test_answers_differ_in_what_was_sampled_only() -> None:
 @pytest.mark.parametrize(
     ("options", "fault"),
     [
-        ({"mode": "rl"}, "finetune.mode must be one of sft, raft, rest_em, search, dpo"),
+        ({"mode": "rl"}, "finetune.mode must be one of sft, raft, rest_em, search, rest_mcts, dpo"),
         ({"mode": "sft"}, "finetune.path must name the file"),
         ({"mode": "search", "path": "x"}, "finetune.path must be empty where finetune.mode is search, which samples; got 'x'"),
         ({"mode": "raft", "rounds": 0}, "finetune.rounds must be at least 1, got 0"),

@@ -20,10 +20,15 @@ _SPLIT_SIZE = 10**9
 
 
 def session_functions(options: dict[str, Any]) -> dict[str, Callable[..., str]]:
-    """The tools of one episode, to be run by the sandbox server. The n-th call fails or not by (seed, n) alone."""
+    """The tools of one episode, to be run by the sandbox server. The n-th call fails or not by (seed, n) alone.
+
+    `drawn` are the calls of an episode that this one goes on from.
+    """
     names, seed, flaky = options["tools"], options["seed"], options["flaky"]
     tables = tables_of(names, seed)
     luck = random.Random(f"{seed}/luck")
+    for _ in range(options.get("drawn", 0)):
+        luck.random()
 
     def look_up(name: str) -> Callable[[str], str]:
         def call(key: str) -> str:
@@ -45,6 +50,7 @@ class Chain:
     """The world. Options: how many hops, which tools, how often they fail, and how sloppy the demonstrator is."""
 
     functions = __name__
+    forks = True
 
     def __init__(
         self,
@@ -124,6 +130,7 @@ class ChainEpisode:
         self.world, self.name, self.sandbox = world, name, sandbox
         self.session: Any = None
         self.history: list[str] = []
+        self.drawn = 0  # calls that could fail
 
     async def reset(self, task: Task, seed: int) -> Step:
         self.gold, self.options = self.world.gold(task), self.world.options(task)
@@ -146,12 +153,20 @@ class ChainEpisode:
         key = str(call.arguments.get("key", ""))
         reply = await self.session.call(call.name, {"key": key}, timeout_s=self.world.tool_timeout_s)
         result = str(reply.value) if reply.outcome == "ok" else "??"
+        self.drawn += result != "??"
         return ToolRecord(call.name, {"key": key}, str(reply.outcome), result, reply.elapsed_s, len(result))
 
     def _observe(self, records: list[ToolRecord]) -> Step:
         self.history += [f"{record.name}{record.arguments.get('key', '')}={record.result}" for record in records]
         messages = [Message("tool", record.result, name=record.name) for record in records]
         return Step(messages, state=" ".join(self.history), tools=records)
+
+    async def fork(self, name: str) -> ChainEpisode:
+        """A copy that goes on from here, in a session of its own."""
+        made = ChainEpisode(self.world, name, self.sandbox)
+        made.gold, made.options = self.gold, {**self.options, "drawn": self.drawn}
+        made.history, made.drawn = list(self.history), self.drawn
+        return made
 
     async def close(self) -> None:
         if self.session is not None:

@@ -132,6 +132,7 @@ class FrozenLake:
 
     functions = ""
     tools = ()
+    forks = True
 
     def __init__(
         self,

@@ -8,6 +8,7 @@ in time if it avoids the traps and does not turn round. Held-out tasks are maps 
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable
 from typing import Any
@@ -51,8 +52,12 @@ class Map:
 
 
 def session_functions(options: dict[str, Any]) -> dict[str, Callable[[], str]]:
-    """The doors of one episode, to be run by the sandbox server, which remembers where the agent stands."""
+    """The doors of one episode, to be run by the sandbox server, which remembers where the agent stands.
+
+    `at` are the room and the door where a copy of another episode goes on.
+    """
     maze = Map(options["rooms"], tuple(options["distance"]), options["seed"])
+    maze.room, maze.came = options.get("at", (maze.room, maze.came))
 
     def open_door(door: str) -> Callable[[], str]:
         def call() -> str:
@@ -75,6 +80,7 @@ class Maze:
     """
 
     functions = __name__
+    forks = True
     tools = tuple(ToolSpec(door, f"Goes through door {door}.") for door in DOORS)
 
     def __init__(
@@ -149,6 +155,13 @@ class MazeEpisode:
         if self.maze.room == self.maze.goal:
             return Step(reward=1.0, reason="found the way out", terminated=True, tools=[record])
         return Step([Message("tool", result, name=door)], state=self.maze.letters[self.maze.room], tools=[record])
+
+    async def fork(self, name: str) -> MazeEpisode:
+        """A copy that goes on from here, in a session of its own."""
+        made = MazeEpisode(self.world, name, self.sandbox)
+        made.maze = copy.copy(self.maze)  # whose walls stay as they are
+        made.options = {**self.options, "at": (self.maze.room, self.maze.came)}
+        return made
 
     async def close(self) -> None:
         if self.session is not None:

@@ -160,6 +160,7 @@ class Sokoban:
 
     functions = ""
     tools = ()
+    forks = True
 
     def __init__(
         self,

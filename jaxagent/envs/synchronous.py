@@ -10,6 +10,7 @@ Where a world has no tools, the text of the policy's turn is the action.
 from __future__ import annotations
 
 import asyncio
+import copy
 import random
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -59,6 +60,9 @@ class Here:
 
     async def call(self, name: str, **arguments: Any) -> Any:
         return getattr(self.world, name)(**arguments)
+
+    def copy(self) -> Here:
+        return Here(copy.deepcopy(self.world))
 
     def leave(self) -> None:
         self.world.close()
@@ -113,6 +117,14 @@ class SynchronousEpisode:
                 break
         assert whole is not None  # a turn without a call has a fault
         return whole
+
+    async def fork(self, name: str) -> SynchronousEpisode:
+        """A copy that goes on from here, its luck included. Raises TypeError for a world in a worker: nothing copies that."""
+        if not isinstance(self.venue, Here):
+            raise TypeError(f"{name}: only a world in this process can be copied; leave `forks` of its world away")
+        made = SynchronousEpisode(self.venue.copy(), self.tools, self.rules)
+        made.last = dict(self.last)
+        return made
 
     async def close(self) -> None:
         self.venue.leave()

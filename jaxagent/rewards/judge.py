@@ -175,7 +175,7 @@ class Judge:
             return str(choice["message"]["content"])
 
 
-def _mark(*texts: str) -> str:
+def marked(*texts: str) -> str:
     """A mark that none of the texts holds, and that is the same for the same texts."""
     salt = 0
     while True:
@@ -196,7 +196,7 @@ def judge(**options: Any) -> Scorer:
         question, right, answer = str(case.task["question"]), str(case.task["answer"]), case.answer[:_MAX_CHARS]
         if not answer.strip():
             return 0.0, "no answer"
-        mark = _mark(question, right, answer)
+        mark = marked(question, right, answer)
         orders = ((answer, right), (right, answer))
         prompts = [_SAME.format(question=question, mark=mark, first=first, second=second) for first, second in orders]
         verdicts = await asking.each(prompts)
@@ -220,7 +220,7 @@ def rubric(**options: Any) -> Scorer:
         criteria = [(str(one["criterion"]), float(one.get("weight", 1.0))) for one in case.task["rubric"]]
         if not answer.strip():
             return 0.0, "no answer"
-        mark = _mark(question, answer)
+        mark = marked(question, answer)
         prompts = [_RUBRIC.format(question=question, criterion=text, answer=answer, mark=mark) for text, _ in criteria]
         verdicts = await asking.each(prompts)
         met = sum(weight for verdict, (_, weight) in zip(verdicts, criteria, strict=True) if verdict)

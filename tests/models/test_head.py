@@ -43,6 +43,12 @@ def test_values_equal_the_plain_log_softmax(chunk: int, temperature: float) -> N
         np.testing.assert_allclose(ours, theirs, atol=1e-5)
 
 
+def test_the_entropy_of_one_half_three_and_two_tenths() -> None:
+    logits = jnp.log(jnp.asarray([[0.5], [0.3], [0.2]]))
+    logprob, entropy = token_logprobs(jnp.ones((1, 1, 1)), logits, jnp.asarray([[1]]), 1.0, 4)
+    assert (float(entropy[0, 0]), float(logprob[0, 0])) == pytest.approx((1.029653, np.log(0.3)), abs=1e-6)
+
+
 def assert_gradients_are_plain(chunk: int, parts: tuple[float, float], softcap: float, mesh: DeviceMesh | None) -> None:
     hidden, table, target = inputs()
     ct = jnp.asarray(np.random.default_rng(1).standard_normal((B, T), np.float32))
