@@ -23,6 +23,8 @@ from jaxagent.metrics import read
 
 WINDOW = 5
 T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 8: 2.365, 10: 2.262}  # of Student's distribution, by seeds
+WORLDS = ("corridor", *credit_maze.MAZES)
+KNOWN = tuple(dict.fromkeys([*credit_corridor.ROWS, *credit_maze.METHODS, "credit"]))
 Run = dict[str, Any]
 
 
@@ -71,16 +73,16 @@ def print_corridor(runs: Sequence[Run]) -> None:
                 print(f"| {method} | " + " | ".join([*learning(of, "turns"), *more, noise]) + " |")
 
 
-def print_maze(runs: Sequence[Run]) -> None:
+def print_maze(world: str, runs: Sequence[Run]) -> None:
     """The trainings, and the estimators compared on the same rollouts."""
     trained = [run for run in runs if run["method"] != "credit"]
-    print(header(f"maze, {credit_maze.STEPS} steps", "tokens", "after"))
+    print(header(f"{world}, {credit_maze.STEPS} steps", "tokens", "after"))
     for method in credit_maze.METHODS:
         if of := [run for run in trained if run["method"] == method]:
             print(f"| {method} | " + " | ".join([*learning(of, "tokens"), interval([run["after"] for run in of], 3)]) + " |")
     if compared := [run for run in runs if run["method"] == "credit"]:
         success = interval([run["success"] for run in compared], 2)
-        print(f"\n| maze, success {success}, {len(compared)} seeds | correlation | blame | noise |\n|---|---:|---:|---:|")
+        print(f"\n| {world}, success {success}, {len(compared)} seeds | correlation | blame | noise |\n|---|---:|---:|---:|")
         print(f"| all alike | | {interval([run['mistakes'] for run in compared], 2)} | |")
         for name in credit_maze.estimators():
             cells = [interval([credit_maze.correlation(run, name) for run in compared], 2)]
@@ -94,9 +96,9 @@ def wanted(options: argparse.Namespace) -> Iterator[Run]:
         for distance in options.distances:
             rows = [row for row in credit_corridor.ROWS if row in (options.methods or credit_corridor.ROWS)]
             yield from ({"world": "corridor", "distance": distance, "method": row, "seed": seed} for row in rows)
-    if "maze" in options.worlds:
-        methods = options.methods or [*credit_maze.METHODS, "credit"]
-        yield from ({"world": "maze", **run} for run in credit_maze.ordered(methods, options.seeds))
+    methods = [method for method in (*credit_maze.METHODS, "credit") if method in (options.methods or KNOWN)]
+    for world in (world for world in credit_maze.MAZES if world in options.worlds):
+        yield from credit_maze.ordered(world, methods, options.seeds)
 
 
 def played(run: Run, options: argparse.Namespace) -> Run:
@@ -104,22 +106,21 @@ def played(run: Run, options: argparse.Namespace) -> Run:
     if run["world"] == "corridor":
         return credit_corridor.learn(run["method"], run["distance"], run["seed"], options.rollouts)
     if run["method"] == "credit":
-        return credit_maze.compare(run["seed"], options.out)
-    return credit_maze.learn(run["method"], run["seed"], options.out)
+        return credit_maze.compare(run["world"], run["seed"], options.out)
+    return credit_maze.learn(run["world"], run["method"], run["seed"], options.out)
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Runs what is missing and prints the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    known = list(dict.fromkeys([*credit_corridor.ROWS, *credit_maze.METHODS, "credit"]))
     parser.add_argument("--out", type=Path, required=True, help="the folder of what was measured; it resumes")
-    parser.add_argument("--worlds", nargs="+", choices=("corridor", "maze"), default=["corridor", "maze"])
-    parser.add_argument("--methods", nargs="+", choices=known, help="default: all")
+    parser.add_argument("--worlds", nargs="+", choices=WORLDS, default=WORLDS)
+    parser.add_argument("--methods", nargs="+", choices=KNOWN, help="default: all")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--distances", type=int, nargs="+", default=credit_corridor.DISTANCES)
     parser.add_argument("--rollouts", type=int, default=8, help="of a group of the corridor without branches")
     parser.add_argument("--table", action="store_true", help="prints what there is")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     options.out.mkdir(parents=True, exist_ok=True)
     path = options.out / "runs.jsonl"
     for run in () if options.table else wanted(options):
@@ -132,8 +133,9 @@ def main() -> None:
         print(f"{' '.join(map(str, run.values()))}: {told['all_cpu_s']:.1f} CPU-s", file=sys.stderr, flush=True)
     runs = read(path)
     print_corridor([run for run in runs if run["world"] == "corridor"])
-    if maze := [run for run in runs if run["world"] == "maze"]:
-        print_maze(maze)
+    for world in credit_maze.MAZES:
+        if of := [run for run in runs if run["world"] == world]:
+            print_maze(world, of)
     print(f"\n{sum(run['all_cpu_s'] for run in runs):.0f} CPU-s")
 
 

@@ -1,10 +1,12 @@
 """Which credit teaches a transformer to search mazes soonest: trainings by the trainer itself. `credit.py` runs it and prints.
 
 Every method is a training of `configs/maze.py` with the same warm-up for all methods of a seed, kept as a checkpoint, then 30
-steps of 8 groups of 8 by the row of algos/table.py as it stands there. Where turns are branched, groups have 6 rollouts and 4
-continuations, which takes no more tokens. Doors open in the trainer's process (open_maze.py); all runs share one process and
-its compile cache. Success is that of a step's own rollouts: every task draws a map of its own, so nothing of it was ever
-trained on. Tokens are all that were sampled, continuations and replaced groups included. CPU-s are without compiling.
+steps of 8 groups of 8 by the row of algos/table.py as it stands there. The long maze has 26 rooms, the way out 12 or 13 of
+them away, and 24 moves, where the other has 18, 8 or 9, and 16; only the first five methods are run in it. Where turns are
+branched, groups have 6 rollouts and 4 continuations, which takes no more tokens. Doors open in the trainer's process
+(open_maze.py); all runs share one process and its compile cache. Success is that of a step's own rollouts: every task draws a
+map of its own, so nothing of it was ever trained on. Tokens are all that were sampled, continuations and replaced groups
+included. CPU-s are without compiling.
 
 `compare` looks at the estimators on the same rollouts, of policy and critic after 8 steps of `ppo_turn`: Pearson's correlation
 between the advantage and Q - V of 48 turns, each estimated by 16 token-exact continuations of its own and 16 of the turn after
@@ -49,6 +51,11 @@ SHAPE = (
     *("env.name=benchmarks.open_maze", "sandbox.code=off", "mesh.cpu_devices=1", "engine.slots=64"),
     *("evaluate.every=0", "evaluate.final_tasks=128", "evaluate.ablate=False", f"checkpoint.every={WARM}"),
 )
+LONG = (
+    *("env.options.rooms=26", "env.options.distance=(12,13)", "env.options.demo_moves=24", "agent.max_turns=24"),
+    *("agent.max_tokens=240", "engine.slot_tokens=240", "engine.chunk=240", "learner.row_tokens=240"),
+)
+MAZES: dict[str, tuple[str, ...]] = {"maze": (), "long maze": LONG}
 CRITIC = ("critic.lr=3e-3",)
 METHODS: dict[str, tuple[str, ...]] = {
     "grpo": (),
@@ -65,18 +72,19 @@ METHODS: dict[str, tuple[str, ...]] = {
     "reinforce_pp": (),
     "turn_grpo": (),
     "ppo": CRITIC,
+    "ppo_turn, lambda 0.5": (*CRITIC, "algo.gae_lambda=0.5"),
 }
-FIRST = 5  # methods that are run with all seeds before the others are run at all
+FIRST = 5  # methods that are run with all seeds before the others are run at all, and alone in the long maze
 TRAINED, PICKS, CONTINUATIONS = 8, 48, 16  # of the second table
 
 
 # ---------------------------------------------------------------------- trainings
 
 
-def configured(method: str, seed: int, *overrides: str) -> Any:
+def configured(world: str, method: str, seed: int, *overrides: str) -> Any:
     """The experiment of configs/maze.py with a row of the table as it stands there."""
     name = method.partition(",")[0]
-    given = [f"algo.name={name}", f"seed={seed}", *SHAPE, *overrides]
+    given = [f"algo.name={name}", f"seed={seed}", *SHAPE, *MAZES[world], *overrides]
     config, faults = configs.load(str(REPOSITORY / "configs" / "maze.py"), given)
     if faults:
         raise configs.ConfigError(faults)
@@ -102,23 +110,22 @@ def played(config: Any, workdir: Path, *chapters: Callable[[Run], None]) -> None
     gc.collect()
 
 
-def warmed(out: Path, seed: int, workdir: Path) -> None:
-    """Gives a workdir the checkpoint that all methods of a seed start from."""
-    warm = out / f"warm-{seed}"
+def warmed(world: str, seed: int, out: Path) -> Path:
+    """A workdir with the checkpoint that all methods of a seed start from."""
+    warm, workdir = out / f"warm-{world.replace(' ', '-')}-{seed}", out / "run"
     if not (warm / "done").exists():
         shutil.rmtree(warm, ignore_errors=True)
-        played(configured("grpo", seed), warm)
+        played(configured(world, "grpo", seed), warm)
         (warm / "done").touch()
     shutil.rmtree(workdir, ignore_errors=True)
     shutil.copytree(warm / "checkpoints" / str(WARM), workdir / "checkpoints" / str(WARM))
+    return workdir
 
 
-def learn(method: str, seed: int, out: Path) -> dict[str, Any]:
+def learn(world: str, method: str, seed: int, out: Path) -> dict[str, Any]:
     """One training; what the first table is made of."""
-    workdir = out / "run"
-    warmed(out, seed, workdir)
-    ends: list[float] = []
-    config = configured(method, seed, f"train.steps={STEPS}", *METHODS[method])
+    workdir, ends = warmed(world, seed, out), list[float]()
+    config = configured(world, method, seed, f"train.steps={STEPS}", *METHODS[method])
     played(config, workdir, train, lambda run: ends.append(score(run, "after", "test", 128)["success"]))
     steps = [record for record in read(workdir / "metrics.jsonl") if record["step"] > WARM]
     cpu = [record["time/cpu_s"] for record in steps]
@@ -275,11 +282,10 @@ def measure(run: Run, found: dict[str, Any]) -> None:
         }
 
 
-def compare(seed: int, out: Path) -> dict[str, Any]:
+def compare(world: str, seed: int, out: Path) -> dict[str, Any]:
     """All estimators on the rollouts of one policy."""
-    workdir = out / "run"
-    warmed(out, seed, workdir)
-    config = configured("ppo_turn", seed, f"train.steps={TRAINED}", "optimizer.lr_final=7e-4", *CRITIC)
+    workdir = warmed(world, seed, out)
+    config = configured(world, "ppo_turn", seed, f"train.steps={TRAINED}", "optimizer.lr_final=7e-4", *CRITIC)
     found: dict[str, Any] = {}
     played(config, workdir, train, partial(measure, found=found))
     return found
@@ -292,9 +298,9 @@ def correlation(found: dict[str, Any], name: str) -> float:
     return float(np.cov(advantage, exact)[0, 1] / np.sqrt(max(advantage.var(ddof=1), 1e-12) * true))
 
 
-def ordered(methods: Sequence[str], seeds: int) -> Iterator[dict[str, Any]]:
+def ordered(world: str, methods: Sequence[str], seeds: int) -> Iterator[dict[str, Any]]:
     """Runs in the order of their importance; "credit" is the comparison on the same rollouts."""
-    first = [method for method in METHODS if method in methods][:FIRST]
-    rest = [method for method in methods if method not in first and method != "credit"]
-    for some in (first, ["credit"] if "credit" in methods else [], rest):
-        yield from ({"method": method, "seed": seed} for seed in range(seeds) for method in some)
+    first = [method for method in (*list(METHODS)[:FIRST], "credit") if method in methods]
+    rest = [method for method in methods if method not in first and world == "maze"]
+    for some in (first, rest):
+        yield from ({"world": world, "method": method, "seed": seed} for seed in range(seeds) for method in some)
