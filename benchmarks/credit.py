@@ -76,7 +76,7 @@ def print_corridor(runs: Sequence[Run]) -> None:
 def print_maze(world: str, runs: Sequence[Run]) -> None:
     """The trainings, and the estimators compared on the same rollouts."""
     trained = [run for run in runs if run["method"] != "credit"]
-    print(header(f"{world}, {credit_maze.STEPS} steps", "tokens", "after"))
+    print(header(f"{world}, {credit_maze.STEPS[world]} steps", "tokens", "after"))
     for method in credit_maze.METHODS:
         if of := [run for run in trained if run["method"] == method]:
             print(f"| {method} | " + " | ".join([*learning(of, "tokens"), interval([run["after"] for run in of], 3)]) + " |")

@@ -40,6 +40,7 @@ ROWS = {
     "gigpo, F = 1": choose("gigpo"),
     "gigpo, F = std": choose("gigpo", advantage="normalised"),
     "ppo_turn": choose("ppo_turn"),
+    "ppo_turn, lambda 0.5": choose("ppo_turn", gae_lambda=0.5),
     "anchor_gae": choose("anchor_gae"),
     "anchor_gae, branched": choose("anchor_gae"),
     "exact": choose("ppo_turn"),

@@ -2,11 +2,11 @@
 
 Every method is a training of `configs/maze.py` with the same warm-up for all methods of a seed, kept as a checkpoint, then 30
 steps of 8 groups of 8 by the row of algos/table.py as it stands there. The long maze has 26 rooms, the way out 12 or 13 of
-them away, and 24 moves, where the other has 18, 8 or 9, and 16; only the first five methods are run in it. Where turns are
-branched, groups have 6 rollouts and 4 continuations, which takes no more tokens. Doors open in the trainer's process
-(open_maze.py); all runs share one process and its compile cache. Success is that of a step's own rollouts: every task draws a
-map of its own, so nothing of it was ever trained on. Tokens are all that were sampled, continuations and replaced groups
-included. CPU-s are without compiling.
+them away, and 24 moves, where the other has 18, 8 or 9, and 16; there 60 steps have 2 groups each, so that the direction of a
+step is noisier, and only the first five methods are run. Where turns are branched, groups have 6 rollouts and 4 continuations,
+which takes no more tokens. Doors open in the trainer's process (open_maze.py); all runs share one process and its compile
+cache. Success is that of a step's own rollouts: every task draws a map of its own, so nothing of it was ever trained on.
+Tokens are all that were sampled, continuations and replaced groups included. CPU-s are without compiling.
 
 `compare` looks at the estimators on the same rollouts, of policy and critic after 8 steps of `ppo_turn`: Pearson's correlation
 between the advantage and Q - V of 48 turns, each estimated by 16 token-exact continuations of its own and 16 of the turn after
@@ -46,7 +46,7 @@ from jaxagent.train import EXIT_DONE, Run, prepare, resume, score, story, train,
 from jaxagent.types import Group, Sampling, Trajectory
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-STEPS, WARM = 30, 250
+WARM = 250  # steps
 SHAPE = (
     *("env.name=benchmarks.open_maze", "sandbox.code=off", "mesh.cpu_devices=1", "engine.slots=64"),
     *("evaluate.every=0", "evaluate.final_tasks=128", "evaluate.ablate=False", f"checkpoint.every={WARM}"),
@@ -54,8 +54,10 @@ SHAPE = (
 LONG = (
     *("env.options.rooms=26", "env.options.distance=(12,13)", "env.options.demo_moves=24", "agent.max_turns=24"),
     *("agent.max_tokens=240", "engine.slot_tokens=240", "engine.chunk=240", "learner.row_tokens=240"),
+    *("feed.prompts=2", "engine.slots=16"),
 )
 MAZES: dict[str, tuple[str, ...]] = {"maze": (), "long maze": LONG}
+STEPS = {"maze": 30, "long maze": 60}
 CRITIC = ("critic.lr=3e-3",)
 METHODS: dict[str, tuple[str, ...]] = {
     "grpo": (),
@@ -125,7 +127,7 @@ def warmed(world: str, seed: int, out: Path) -> Path:
 def learn(world: str, method: str, seed: int, out: Path) -> dict[str, Any]:
     """One training; what the first table is made of."""
     workdir, ends = warmed(world, seed, out), list[float]()
-    config = configured(world, method, seed, f"train.steps={STEPS}", *METHODS[method])
+    config = configured(world, method, seed, f"train.steps={STEPS[world]}", *METHODS[method])
     played(config, workdir, train, lambda run: ends.append(score(run, "after", "test", 128)["success"]))
     steps = [record for record in read(workdir / "metrics.jsonl") if record["step"] > WARM]
     cpu = [record["time/cpu_s"] for record in steps]
@@ -204,19 +206,19 @@ def sampled(run: Run) -> Turns:
 def continued(run: Run, turns: Turns) -> tuple[np.ndarray, float]:
     """Q - V of the turns by continuations, and the variance of that estimate, both means over what was sampled."""
     sampling = Sampling(**run.config.sampling)
-    numbers = range(1000, 1000 + CONTINUATIONS)  # others than those that the feed draws, which are in the advantages
 
-    def asked(row: Trajectory, turn: int) -> Any:
+    def asked(row: Trajectory, turn: int, first: int) -> Any:
         if turn == len(row.turns):
             return [row.reward]  # the episode was over
         task = {"id": row.task, "seed": row.seed, "difficulty": row.difficulty}
-        return run.parts.rollouts.branch(stem_of(row, turn), task, numbers, sampling)
+        return run.parts.rollouts.branch(stem_of(row, turn), task, range(first, first + CONTINUATIONS), sampling)
 
     def answered(futures: Any) -> list[float]:
         return futures if isinstance(futures[0], float) else [row.reward for row in wait(futures) if row.stop.counts]
 
     picked = list(zip(turns.rows(turns.whole), [k for _, _, k in turns.places], strict=True))
-    both = [(asked(row, k + 1), asked(row, k)) for row, k in picked]
+    # Numbers are draws: others than the feed's, which are in the advantages, and others for the turn after than for this one.
+    both = [(asked(row, k + 1, 2000), asked(row, k, 1000)) for row, k in picked]
     exact, variance = [], []
     for after, at in both:
         q, v = answered(after), answered(at)
@@ -300,7 +302,8 @@ def correlation(found: dict[str, Any], name: str) -> float:
 
 def ordered(world: str, methods: Sequence[str], seeds: int) -> Iterator[dict[str, Any]]:
     """Runs in the order of their importance; "credit" is the comparison on the same rollouts."""
-    first = [method for method in (*list(METHODS)[:FIRST], "credit") if method in methods]
-    rest = [method for method in methods if method not in first and world == "maze"]
-    for some in (first, rest):
+    first = [method for method in list(METHODS)[:FIRST] if method in methods]
+    rest = [method for method in methods if method not in (*first, "credit")]
+    compared = ["credit"] if "credit" in methods else []
+    for some in ([*first, *compared], rest) if world == "maze" else (first,):
         yield from ({"world": world, "method": method, "seed": seed} for seed in range(seeds) for method in some)
