@@ -136,12 +136,12 @@ class MazeEpisode:
     async def reset(self, task: Task, seed: int) -> Step:
         self.maze = self.world.map(task["seed"])
         self.options = {"rooms": self.world.rooms, "distance": self.world.distance, "seed": task["seed"]}
-        return Step([Message("user", self.maze.signs())], state=self.maze.letters[self.maze.room])
+        return Step([Message("user", self.maze.signs())], state=self.maze.signs())
 
     async def step(self, action: Message) -> Step:
         if action.error:
             record = ToolRecord("", {}, "bad_arguments", "?")
-            return Step([Message("tool", "?")], state=self.maze.letters[self.maze.room], tools=[record])
+            return Step([Message("tool", "?")], state=self.maze.signs(), tools=[record])
         if not action.calls:
             return Step(reason="stopped walking", terminated=True, answered=True)
         if self.session is None:
@@ -154,7 +154,7 @@ class MazeEpisode:
             self.maze.move(door)
         if self.maze.room == self.maze.goal:
             return Step(reward=1.0, reason="found the way out", terminated=True, tools=[record])
-        return Step([Message("tool", result, name=door)], state=self.maze.letters[self.maze.room], tools=[record])
+        return Step([Message("tool", result, name=door)], state=self.maze.signs(), tools=[record])
 
     async def fork(self, name: str) -> MazeEpisode:
         """A copy that goes on from here, in a session of its own."""

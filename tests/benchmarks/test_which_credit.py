@@ -1,0 +1,72 @@
+"""What benchmarks/credit.py says: its measures by hand, and that it goes on where it was."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxagent.envs.maze import DOORS, SIGNS, Maze
+from jaxagent.types import ToolRecord, Trajectory, Turn
+
+
+@pytest.fixture(scope="module")
+def credit() -> Any:
+    """The benchmark; its neighbours are found beside it, as when it is run."""
+    sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+    try:
+        import credit
+    finally:
+        sys.path.pop(0)
+    return credit
+
+
+def test_what_is_there_is_not_run_again(credit: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = [f"--out={tmp_path}", "--worlds=corridor", "--distances=2", "--methods", "grpo", "exact"]
+    credit.main([*command, "--seeds=1"])
+    first = (tmp_path / "runs.jsonl").read_text()
+    assert [line.split(":")[0] for line in capsys.readouterr().err.splitlines()] == ["corridor 2 grpo 0", "corridor 2 exact 0"]
+    credit.main([*command, "--seeds=2"])
+    told = capsys.readouterr()
+    assert [line.split(":")[0] for line in told.err.splitlines()] == ["corridor 2 grpo 1", "corridor 2 exact 1"]
+    assert (tmp_path / "runs.jsonl").read_text().startswith(first)
+    rows = {line.split(" | ")[0]: line.strip("| ").split(" | ") for line in told.out.splitlines() if "±" in line}
+    assert rows["| exact"][8:11] == ["0.957 ± 0.012", "1.00 ± 0.00", "1.00 ± 0.00"]
+    assert float(rows["| grpo"][9].split()[0]) < 0.5
+
+
+def test_blame_is_whole_where_it_belongs_and_half_where_half_of_it_does(credit: Any) -> None:
+    exact = np.asarray([0.5, -0.2, -0.2, 0.0])
+    blame = credit.credit_corridor.blame
+    assert blame(3 * exact, exact) == pytest.approx(1.0)
+    assert blame(np.asarray([0.0, -1.0, 0.0, -1.0]), exact) == pytest.approx(0.5)
+    assert blame(np.asarray([-1.0, 1.0, 1.0, -1.0]), exact) == 0.0
+
+
+def test_a_level_is_reached_by_the_mean_of_five_steps(credit: Any) -> None:
+    assert credit.until([0, 1, 1, 1, 0, 1, 1], np.cumsum([10.0] * 7), 0.8) == 60.0
+    assert credit.until([0, 1, 1, 1, 0, 1, 1], np.cumsum([10.0] * 7), 0.9) == float("inf")
+
+
+def test_a_correlation_with_noisy_values_is_freed_of_their_noise(credit: Any) -> None:
+    rng = np.random.default_rng(0)
+    true = rng.normal(size=20000)
+    noisy = true + rng.normal(size=20000)
+    found = {"exact": noisy.tolist(), "variance": 1.0, "grpo": {"advantage": (2 * true + rng.normal(size=20000)).tolist()}}
+    assert credit.credit_maze.correlation(found, "grpo") == pytest.approx(2 / 5**0.5, abs=0.02)
+    assert np.corrcoef(noisy, found["grpo"]["advantage"])[0, 1] == pytest.approx(2 / 10**0.5, abs=0.02)
+
+
+def test_traps_and_turning_back_are_mistakes_in_a_maze(credit: Any) -> None:
+    world = Maze()
+    maze, row = world.map(5), Trajectory("maze", 5, "g", 0)
+    for sign in "oo-o!o":
+        door = DOORS[maze.signs()[1:].index(sign)]
+        row.turns.append(Turn(0, 0, 0, maze.signs(), tools=[ToolRecord(door, {}, "ok", "")]))
+        maze.move(door)
+    row.turns.append(Turn(0, 0, 0, maze.signs(), tools=[ToolRecord("", {}, "bad_arguments", "?")]))
+    assert set("oo-o!o") == set(SIGNS)
+    assert credit.credit_maze.mistakes(world, row) == [False, False, True, False, True, False, True]
