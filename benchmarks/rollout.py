@@ -201,7 +201,7 @@ def parts(options: argparse.Namespace) -> dict[str, dict[str, float]]:
         jax.block_until_ready(one._cache)
 
     def decode(engine: Engine, used: int) -> None:
-        armed = engine._no_arming()
+        armed = engine._arming._blank()
         armed["mask"][:] = armed["live"][:] = True
         armed["pos"][:], armed["left"][:], armed["top_p"][:], armed["temperature"][:] = 100, 1000, 1.0, 1.0
         slots = np.arange(group, dtype=np.int32)
