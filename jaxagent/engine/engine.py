@@ -1,9 +1,9 @@
 """The engine's door: `await engine.generate(request)`. One thread owns the device, any asyncio loop may wait.
 
 The thread repeats: take what arrived, admit, fork or prefill, send a decode call, read the one before, answer the turns that
-ended. Liveness is the device's: a row that stopped in a call not read yet is frozen in the next, so nothing is guessed. What the
-host does to a slot meanwhile is queued behind the call. What a trajectory has cached is kept until `release`, in its slot or in
-host memory; with `recompute` it is computed again under new weights.
+ended. Liveness is the device's: a row that stopped in a call not read yet is frozen in the next, so nothing is guessed. What
+the host does to a slot meanwhile is queued behind the call. What a trajectory has cached is kept until `release`, in its slot
+or in host memory; with `recompute` it is computed again under new weights.
 """
 
 from __future__ import annotations
@@ -214,7 +214,7 @@ class Engine:
         return (SOON if self._flight else self.options.linger) * self._pace.call_s
 
     def _may_grow(self) -> bool:
-        """Whether it is worth waiting for company: there is room, and somebody to decode whom the call under way does not end."""
+        """Whether it may wait for company: there is room, and somebody to decode whom the call under way does not end."""
         return self.table.sampling < self.options.slots and any(self._left(row) > 0 for row in self.table.rows.values())
 
     def _until_room(self) -> float | None:
