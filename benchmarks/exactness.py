@@ -7,7 +7,7 @@ the other (`engine.exact=False`). Prints, of each mode:
   in which one does. Behind it two trajectories are not comparable.
 - log-probs: the share of those tokens whose log-prob has the same bits, and the largest difference.
 - forced: the same after the sampled tokens were fed again, call by call, to the same program: nothing may differ.
-- price: CPU seconds of exact decoding to those of the other at several fills: so many of the slots sample, the others are empty.
+- price: CPU seconds of exact decoding to those of the other where so many of the slots sample and the others are empty.
 
 One process, one core; the modes in turns, the best of the repeats.
 """
