@@ -468,6 +468,8 @@ class Engine:
             self._closed = True
             work, self._inbox = self._inbox, deque()
         self._flight = None
+        if self._failure is None:
+            jax.block_until_ready(self._rows)  # nothing may be under way when the process ends
         for item in work:
             item()
         tickets = [row.ticket for row in self.table.rows.values() if row.request]
