@@ -131,7 +131,7 @@ def _calls(engine: Any, options: argparse.Namespace, told: Sequence[Sequence[int
     which = (None, 0) if o.exact else (np.arange(o.slots, dtype=np.int32), engine._lengths[-1])
     drawn: list[tuple[list[int], list[float]]] = [([], []) for _ in rows]
     for call in range(options.new_tokens // steps):
-        armed = {name: np.array(value) for name, value in engine._arming.take().items()}
+        armed = {name: np.array(value) for name, value in engine._arming.nothing.items()}
         if told or not call:
             armed["mask"][:] = armed["live"][:] = True
             armed["temperature"][:], armed["top_p"][:], armed["stop"][:] = 1.0, 1.0, -1

@@ -22,7 +22,7 @@ class Arming:
         self._shapes = {name: (old.shape, old.dtype) for name, old in rows.items()}
         self._shapes |= {"controlled": ((slots,), bool), "mask": ((slots,), bool)}
         self._shardings = {name: mesh.sharding((), shape) for name, (shape, _) in self._shapes.items()}
-        self._nothing = self.place(self._blank())
+        self.nothing = self.place(self._blank())
         self._told: HostRows | None = None
 
     def arm(self, row: Row) -> None:
@@ -57,7 +57,7 @@ class Arming:
     def take(self) -> Rows:
         """What has been told since the last call. It must not be written to: the device may read it where it lies."""
         told, self._told = self._told, None
-        return self._nothing if told is None else self.place(told)
+        return self.nothing if told is None else self.place(told)
 
     def place(self, told: HostRows) -> Rows:
         """What a decode call takes."""

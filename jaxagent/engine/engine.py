@@ -441,7 +441,7 @@ class Engine:
 
         def decode(width: int | None, used: int) -> tuple[object, ...]:
             slot_W = None if width is None else np.full(width, o.slots, np.int32)
-            return self._params, self._cache, self._rows, self._arming.take(), self.controls.grammars, slot_W, used
+            return self._params, self._cache, self._rows, self._arming.nothing, self.controls.grammars, slot_W, used
 
         def restore(length: int) -> tuple[object, ...]:
             stash = jax.eval_shape(partial(read_slot, used=length), self._cache, none[0])
