@@ -184,7 +184,7 @@ def test_a_row_is_bit_equal_alone_in_another_slot_and_beside_longer_ones(fresh: 
         np.testing.assert_array_equal(alone[1], beside[1])
 
 
-@pytest.mark.parametrize("used", [0, 16], ids=["exact", "fast"])
+@pytest.mark.parametrize("used", [0, LENGTH], ids=["exact", "fast"])
 def test_what_was_sampled_and_is_fed_again_call_by_call_has_the_same_bits(fresh: Rig, used: int) -> None:
     """Teacher-forced through the same program: the host says where every call begins, the device's own state is not used."""
     tokens = prompt(fresh, 7, 1)
