@@ -5,7 +5,7 @@
 - read: a decode call over slots of `--held` positions of which few are filled, to the same over short slots; as fast as it is
   (`engine.exact=False`) and in exact mode.
 
-Random weights, float32, the two sides of a ratio in turns in one process, the best of the repeats.
+Random weights, float32, everything in turns in one process, the best of the repeats.
 """
 
 from __future__ import annotations
@@ -51,10 +51,14 @@ def main() -> None:
         "read": bench.read(exact=False),
         "read, exact": bench.read(exact=True),
     }
+    works = {
+        f"{name}: {side}": work for name, pair in pairs.items() for side, work in zip(("long", "short"), pair, strict=True)
+    }
+    seconds = best_of(options.repeats, works)  # all in turns: rows are compared with each other, too
     found = {}
-    for name, (long, short) in pairs.items():
-        seconds = best_of(options.repeats, {"long": long, "short": short})
-        found[name] = {"long_s": seconds["long"], "short_s": seconds["short"], "ratio": seconds["long"] / seconds["short"]}
+    for name in pairs:
+        long, short = seconds[f"{name}: long"], seconds[f"{name}: short"]
+        found[name] = {"long_s": long, "short_s": short, "ratio": long / short}
     if options.json:
         print(json.dumps({"options": vars(options), "ratios": found}))
         return

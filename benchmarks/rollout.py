@@ -242,11 +242,11 @@ def parts(options: argparse.Namespace) -> dict[str, dict[str, float]]:
         jax.block_until_ready(one._cache)
 
     def decode(engine: Engine, used: int) -> None:
-        armed = engine._no_arming()
+        armed = {name: np.array(value) for name, value in engine._arming.nothing.items()}
         armed["mask"][:] = armed["live"][:] = True
         armed["pos"][:], armed["left"][:], armed["top_p"][:], armed["temperature"][:] = 100, 1000, 1.0, 1.0
         slots = np.arange(group, dtype=np.int32)
-        state = engine._params, engine._cache, engine._rows, armed, engine.controls.grammars
+        state = engine._params, engine._cache, engine._rows, engine._arming.place(armed), engine.controls.grammars
         out = engine._steps.decode(*state, slots, used)
         engine._cache, engine._rows, *_ = jax.block_until_ready(out)
 

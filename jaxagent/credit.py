@@ -301,26 +301,27 @@ def _credits(
     return [Credit(row, *(column[i] for column in columns)) for i, row in enumerate(rollout.segments)]
 
 
-def rows_of(credits: Sequence[Credit], *, keep_idle: bool = False) -> tuple[list[Row], float]:
+def rows_of(credits: Sequence[Credit], *, keep_idle: bool = False, version: int = 0) -> tuple[list[Row], float]:
     """The rows that have a gradient, and the share of the tokens of those that have none.
 
     A row of advantage 0 has no gradient: leaving it out changes nothing but the denominator, which still counts it.
-    `keep_idle` keeps such rows, for losses with a term besides the advantage.
+    `keep_idle` keeps such rows, for losses with a term besides the advantage. `version` is of the weights that are trained.
     """
     rows, idle = [], 0.0
     for c in credits:
         if c.idle and not keep_idle:
             idle += float(c.share.sum())
         else:
-            rows.append(_row(c))
+            rows.append(_row(c, version))
     return rows, idle
 
 
-def _row(c: Credit) -> Row:
+def _row(c: Credit, version: int) -> Row:
     advantage, weight, share = (x.tolist() for x in (c.advantage, c.weight, c.share))
     value, target, judged = (x if x is None else x.tolist() for x in (c.value, c.target, c.judged))
     t = c.row
-    return Row(t.tokens, t.mask, t.logprob, advantage, weight, share, _routing(t), value, target, judged)
+    age = np.where(t.mask, version - np.asarray(t.version, int), 0).tolist()
+    return Row(t.tokens, t.mask, t.logprob, advantage, weight, share, _routing(t), value, target, judged, t.turn, age)
 
 
 def _routing(row: Trajectory) -> np.ndarray | None:

@@ -20,6 +20,7 @@ Arrays = dict[str, Array]
 Sums = dict[str, Any]
 
 ROWS = ("tokens", "segment", "position", "mask", "weight", "share")
+PARTS = 4  # turns, and versions, by which the gap is told apart; from the last on they are taken together
 EDGES = np.geomspace(1e-5, 20.0, 65).astype(np.float32)  # of log ratios, for their 99th percentile within a quarter
 
 
@@ -39,8 +40,17 @@ class PolicyObjective:
 
     def __init__(self, algorithm: Algorithm):
         self.algorithm = algorithm
-        self.reads = (*ROWS, "logprob", "old_logprob", "advantage", *(("reference",) if algorithm.kl_in_loss else ()))
-        self.sums = {name: (len(EDGES),) if name == "above" else () for name in _POLICY_SUMS}
+        self.reads = (
+            *ROWS,
+            "logprob",
+            "old_logprob",
+            "advantage",
+            "turn",
+            "age",
+            *(("reference",) if algorithm.kl_in_loss else ()),
+        )
+        shapes = {"above": (len(EDGES),), **dict.fromkeys(("gap_turn", "gap_age"), (2, PARTS))}
+        self.sums = {name: shapes.get(name, ()) for name in _POLICY_SUMS}
 
     def loss(self, outputs: Arrays, batch: Arrays, on_policy: Array) -> tuple[Float[Array, ""], Sums]:
         """(sum of weight times loss, sums). `on_policy` is supervised learning: old = new, and nothing but the advantage."""
@@ -80,6 +90,7 @@ class PolicyObjective:
             "above": jnp.sum(mask & (log_u > EDGES[:, None, None]), (1, 2)).astype(jnp.float32),
             "gap": jnp.abs(log_rho).sum(),
             "gap_max": jnp.abs(log_rho).max(),
+            **{f"gap_{by}": _apart(jnp.abs(log_rho), mask, batch[by]) for by in ("turn", "age")},
             "log_rho": log_rho.sum(),
             "rho": rho.sum(),
             "rho_squared": jnp.sum(rho**2),
@@ -98,7 +109,7 @@ class PolicyObjective:
 
     def metrics(self, sums: Sums, idle_share: float) -> dict[str, float]:
         """Means over the tokens that had a gradient."""
-        s = {name: float(value) for name, value in sums.items() if name != "above"}
+        s = {name: float(value) for name, value in sums.items() if not np.ndim(value)}
         tokens, share = max(s["tokens"], 1.0), max(s["share"] + idle_share, 1e-9)
         below = np.asarray(sums["above"]) <= 0.01 * s["tokens"]
         found = {
@@ -113,6 +124,7 @@ class PolicyObjective:
             "policy/ratio_max": s["ratio_max"],
             "policy/tokens": s["tokens"],
             **_gap_metrics(s, tokens),
+            **{name: x for by in ("turn", "age") for name, x in _gaps_by(by, np.asarray(sums[f"gap_{by}"])).items()},
         }
         a = self.algorithm
         optional = {
@@ -122,6 +134,18 @@ class PolicyObjective:
             "off_policy/filtered": ("filtered", a.filter != "none"),
         }
         return found | {name: s[key] / tokens for name, (key, there) in optional.items() if there}
+
+
+def _apart(gap: Array, mask: Array, part: Array) -> Float[Array, "2 P"]:
+    """The sum of a gap and the number of tokens, by their turn or age."""
+    there = mask & (jnp.minimum(part, PARTS - 1) == jnp.arange(PARTS)[:, None, None])
+    return jnp.stack([jnp.sum(jnp.where(there, x, 0.0), (1, 2)) for x in (gap, jnp.ones_like(gap))])
+
+
+def _gaps_by(name: str, sums: np.ndarray) -> dict[str, float]:
+    """The mean gap of every turn, or of every number of versions between sampling and training, that there is."""
+    keys = (f"policy/sampler_logprob_gap_{name}_{i}{'_on' * (i == PARTS - 1)}" for i in range(PARTS))
+    return {key: float(gap / count) for key, gap, count in zip(keys, *sums, strict=True) if count}
 
 
 def _gap_metrics(s: dict[str, float], tokens: float) -> dict[str, float]:
@@ -141,7 +165,21 @@ def _gap_metrics(s: dict[str, float], tokens: float) -> dict[str, float]:
 
 _POLICY_SUMS = (
     *("share", "tokens", "loss", "nll", "entropy", "clip_low", "clip_high", "clip_dual", "kl", "kl_k1", "kl_reference"),
-    *("ratio", "ratio_max", "above", "gap", "gap_max", "log_rho", "rho", "rho_squared", "rho_max", "masked", "filtered"),
+    *(
+        "ratio",
+        "ratio_max",
+        "above",
+        "gap",
+        "gap_max",
+        "gap_turn",
+        "gap_age",
+        "log_rho",
+        "rho",
+        "rho_squared",
+        "rho_max",
+        "masked",
+        "filtered",
+    ),
 )
 
 

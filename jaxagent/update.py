@@ -66,7 +66,7 @@ class Update:
     ):
         """Args:
         engines: all that decode on the learner's devices: what is done early is done while none of them does.
-        place: seed and step, of which the minibatches are drawn.
+        place: seed and step, of which the minibatches are drawn; the step is the version of the weights that are trained.
         baselines: moving means of the roles' returns, for algorithms that have them; moved on.
         process: what the critic is taught, and what it pays, where it is a process reward model.
         hosts: a micro-batch is a program of all of them, which they can only begin together: nothing is early then.
@@ -77,6 +77,7 @@ class Update:
         self.hosts = hosts
         self.early = self.algorithm.by_group and options.minibatches == 1 and hosts.count == 1
         self._shape = {"batch_rows": learner.own_rows, "row_tokens": learner.options.row_tokens}
+        self._told: dict[str, Any] = {"keep_idle": self.algorithm.beyond_advantage, "version": place[1]}  # of every row
         self._packer, self._ready = Packer(**self._shape), deque[Batch]()
         self._credits: dict[str, list[Credit]] = {}
         self._idle: dict[str, float] = {}
@@ -91,7 +92,7 @@ class Update:
     def add(self, group: Group) -> None:
         if self.early:
             (credits,) = assign([group], self.algorithm)
-            rows, idle = rows_of(credits, keep_idle=self.algorithm.beyond_advantage)
+            rows, idle = rows_of(credits, **self._told)
             self._credits[group.key], self._idle[group.key] = credits, idle
             self._ready += self._packer.add(rows)
 
@@ -152,7 +153,7 @@ class Update:
         order = np.random.default_rng(self.place).permutation(len(groups))
         minibatches = []
         for part in np.array_split(order, min(self.options.minibatches, max(1, len(groups)))) if groups else ():
-            rows, idle = rows_of([credit for i in part for credit in credits[i]], keep_idle=self.algorithm.beyond_advantage)
+            rows, idle = rows_of([credit for i in part for credit in credits[i]], **self._told)
             minibatches.append((pack(rows, **self._shape), idle))
         minibatches = self.hosts.level(minibatches, learner.empty)  # as many micro-batches on every host
         for batch in (batch for batches, _ in minibatches for batch in batches if self.options.policy_moves):
@@ -220,7 +221,8 @@ class Update:
 
 def joined(results: Sequence[dict[str, float]]) -> dict[str, float]:
     """The step's metrics from those of its minibatches."""
-    return {name: _joining(name)([result[name] for result in results]) for name in results[0]} if results else {}
+    found = results[0] if results else {}
+    return {name: _joining(name)([result[name] for result in results if name in result]) for name in found}
 
 
 def _joining(name: str) -> Callable[[list[float]], Any]:

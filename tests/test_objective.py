@@ -34,6 +34,8 @@ def batch(seed: int = 0, **changes: Any) -> dict[str, jax.Array]:
         "advantage": np.where(mask, rng.normal(size=(B, T)), 0),
         "weight": np.where(mask, rng.random((B, T)), 0),
         "share": np.where(mask, rng.random((B, T)), 0),
+        "turn": np.zeros((B, T)),
+        "age": np.zeros((B, T)),
         **{name: -2 + 0.4 * rng.normal(size=(B, T)) for name in ("logprob", "old_logprob", "reference", "new", "entropy")},
     }
     return {name: jnp.asarray(x, jnp.float32 if x.dtype == np.float64 else None) for name, x in (arrays | changes).items()}
@@ -141,7 +143,11 @@ def test_the_metrics_of_ratios_by_hand() -> None:
     mask[0, 1:5] = True
     log_u = np.zeros((B, T))
     log_u[0, 1:5] = [0.1, 0.8, -0.5, 0.0]
+    part = np.zeros((2, B, T), np.float32)
+    part[:, 0, 1:5] = [0, 1, 1, 9], [0, 0, 5, 1]
     given = batch(
+        turn=jnp.asarray(part[0]),
+        age=jnp.asarray(part[1]),
         mask=jnp.asarray(mask),
         new=jnp.asarray(log_u, jnp.float32),
         old_logprob=jnp.zeros((B, T)),
@@ -160,6 +166,8 @@ def test_the_metrics_of_ratios_by_hand() -> None:
         "policy/clip_frac_low": 0.0,
         "policy/sampler_logprob_gap": 0.35,
         "policy/sampler_logprob_gap_max": 0.8,
+        **{f"policy/sampler_logprob_gap_turn_{part}": gap for part, gap in (("0", 0.1), ("1", 0.65), ("3_on", 0.0))},
+        **{f"policy/sampler_logprob_gap_age_{part}": gap for part, gap in (("0", 0.45), ("1", 0.0), ("3_on", 0.5))},
         "off_policy/rho_mean": u.mean(),
         "off_policy/rho_std": u.std(),
         "off_policy/rho_max": u.max(),
@@ -168,6 +176,7 @@ def test_the_metrics_of_ratios_by_hand() -> None:
         "off_policy/perplexity_ratio": np.exp(-0.1),
     }
     assert {name: metrics[name] for name in wanted} == pytest.approx(wanted, abs=1e-5)
+    assert not {f"policy/sampler_logprob_gap_{part}_2" for part in ("turn", "age")} & set(metrics)  # nothing was there
     assert 2.225 < metrics["policy/ratio_p99"] < np.exp(0.8 * (EDGES[1] / EDGES[0]))
 
 
@@ -177,6 +186,7 @@ def test_the_99th_percentile_leaves_one_in_a_hundred_above() -> None:
     ones = jnp.ones((1, 200))
     mask = jnp.asarray(np.arange(200)[None] > 0)
     given = {"mask": mask, "segment": ones.astype(int), "advantage": ones, "weight": ones, "share": ones, "logprob": 0 * ones}
+    given |= {"turn": 0 * ones, "age": 0 * ones}
     given |= {"old_logprob": 0 * ones, "new": jnp.asarray(log_u, jnp.float32), "entropy": ones}
     metrics = loss(plain("grpo"), given)[2]
     assert np.exp(0.05) < metrics["policy/ratio_p99"] < 1.07

@@ -26,6 +26,8 @@ class Row:
     value: Sequence[float] | None = None  # of a critic before the step, one per token
     target: Sequence[float] | None = None  # that the critic is to say, one per token
     judged: Sequence[float] | None = None  # where, and how often that counts
+    turn: Sequence[int] | None = None  # of every token
+    age: Sequence[int] | None = None  # versions between the weights that sampled a token and those that it is trained on
 
 
 @dataclass
@@ -48,6 +50,8 @@ class Batch:
     value: np.ndarray | None = None  # of the critic before the step: of the state in which the token is chosen
     target: np.ndarray | None = None
     judged: np.ndarray | None = None  # where the critic is to say the target; a process reward model at fed tokens too
+    turn: np.ndarray | None = None  # by these two the gap between sampler and trainer is told apart
+    age: np.ndarray | None = None
     reference: np.ndarray | None = None  # log-probs of the policy at the start of reinforcement
 
     @classmethod
@@ -170,7 +174,7 @@ def _place(batch: Batch, m: int, at: int, segment: int, row: Row) -> int:
     batch.mask[m, span] = row.mask
     for name in ("logprob", "advantage", "weight", "share"):
         getattr(batch, name)[m, span] = np.where(row.mask, getattr(row, name), 0.0)
-    for name in ("value", "target", "judged"):
+    for name in ("value", "target", "judged", "turn", "age"):
         if (given := getattr(row, name)) is not None:
             if getattr(batch, name) is None:
                 setattr(batch, name, np.zeros(batch.tokens.shape, np.float32))

@@ -1,7 +1,9 @@
 """The engine's door: `await engine.generate(request)`. One thread owns the device, any asyncio loop may wait.
 
-The thread repeats: take what arrived, admit, fork or prefill, decode a segment, answer the turns that ended. What a trajectory
-has cached is kept until `release`, in its slot or in host memory; with `recompute` it is computed again under new weights.
+The thread repeats: take what arrived, admit, fork or prefill, send a decode call, read the one before, answer the turns that
+ended. Liveness is the device's: a row that stopped in a call not read yet is frozen in the next, so nothing is guessed. What
+the host does to a slot meanwhile is queued behind the call. What a trajectory has cached is kept until `release`, in its slot
+or in host memory; with `recompute` it is computed again under new weights.
 """
 
 from __future__ import annotations
@@ -21,9 +23,11 @@ import numpy as np
 from flax import nnx
 
 from jaxagent.engine.answers import fail, resolve, tell
+from jaxagent.engine.arming import Arming
 from jaxagent.engine.cache import Cache, new_cache, read_slot
 from jaxagent.engine.control_table import ControlTable, wants_controls
 from jaxagent.engine.controls import ControlSizes, Rows, new_controls
+from jaxagent.engine.flight import SOON, Flight, Pace
 from jaxagent.engine.options import EngineOptions, EngineStats, used_lengths
 from jaxagent.engine.programs import Call, compiled_here, prepare
 from jaxagent.engine.slots import AWAY, Row, SlotTable
@@ -63,8 +67,7 @@ class Engine:
         self.controls = ControlTable(sizes, config.vocab_size, mesh, vocabulary)
         plain = new_rows(o.slots, o.stop_tokens)
         self._rows = mesh.place({**plain, **new_controls(o.slots, sizes)})
-        self._arming = {name: np.zeros(old.shape, old.dtype) for name, old in plain.items()}
-        self._arming |= {"controlled": np.zeros(o.slots, bool), "mask": np.zeros(o.slots, bool)}
+        self._arming = Arming(plain, mesh)
         skeleton = nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0)))
         self._shardings = mesh.shardings(logical_axes(skeleton), params_of(skeleton)[1])
         self._mesh = mesh
@@ -72,14 +75,14 @@ class Engine:
         self._version = 0
         self._vocab_size = config.vocab_size
         self._stats = EngineStats()
-        self._segment_s = 0.01
+        self._pace = Pace(o.overlap)
+        self._flight: Flight | None = None  # sent and not read
         self._idle_since: float | None = None  # when it had nothing to decode any more
         self._inbox: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
         self._closed = False
         self._failure: BaseException | None = None
         self._compiled = 0
-        self._armed = self._no_arming()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -99,12 +102,12 @@ class Engine:
             await asyncio.to_thread(self.controls.compile, request)  # may take a second, the first time
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Sample] = loop.create_future()
-        self.post(lambda: self._accept(request, (loop, future)))
+        self._hand_in(lambda: self._accept(request, (loop, future)))
         return await future
 
     def release(self, trajectory: str) -> None:
         """Frees the slot of a trajectory; unknown names are fine, so that a caller may always release."""
-        self.post(lambda: self._release(trajectory))
+        self._hand_in(lambda: self._release(trajectory))
 
     def publish(self, params: Params, version: int) -> None:
         """Copies the learner's weights into the sampler's layout, between two calls; returns when they are in."""
@@ -141,23 +144,28 @@ class Engine:
         self.post(work).result()
 
     def post(self, work: Callable[[], None]) -> Future[None]:
-        """Has the engine's thread do `work`, between two calls of the device."""
+        """Has the engine's thread do `work`, between two calls of the device: none is under way meanwhile."""
         done: Future[None] = Future()
 
         def guarded() -> None:
             try:
+                self._read_flight()
                 work()
             except Exception as error:
                 done.set_exception(error)
             else:
                 done.set_result(None)
 
+        self._hand_in(guarded)
+        return done
+
+    def _hand_in(self, work: Callable[[], None]) -> None:
+        """Has the engine's thread do `work` soon, which may be while a call is under way."""
         with self._wake:
             if self._closed:
                 raise self._end("the engine is closed")
-            self._inbox.append(guarded)
+            self._inbox.append(work)
             self._wake.notify()
-        return done
 
     # ------------------------------------------------------------------ the thread
 
@@ -172,29 +180,42 @@ class Engine:
 
     def _gather(self) -> bool:
         """Takes what has arrived; waits while there is nothing to do, and a little for company. False when closed."""
-        deadline = time.monotonic() + self.options.linger * self._segment_s
+        deadline = time.monotonic() + self._patience()
         while True:
             with self._wake:
                 if self._closed:
                     return False
                 if not self._inbox:
-                    full = self.table.sampling == self.options.slots
-                    quiet = None if not self.table.sampling else min(QUIET_S, deadline - time.monotonic())
-                    if full or (quiet is not None and (quiet <= 0 or not self._wake.wait(quiet))):
+                    left = None if not self.table.sampling else deadline - time.monotonic()
+                    if left is not None and not self._flight:
+                        left = min(QUIET_S, left)
+                    if left is not None and (left <= 0 or not self._may_grow() or not self._wake.wait(left)):
                         return True
-                    if quiet is None:
+                    if left is None:
+                        self._flight = None  # nobody is left in it
                         self._idle_since = self._idle_since or time.monotonic()
                         self._wake.wait(self._until_room())
-                        deadline = time.monotonic() + self.options.linger * self._segment_s
+                        deadline = time.monotonic() + self._patience()
                 work, self._inbox = self._inbox, deque()
+            began = time.monotonic()
             for item in work:
                 item()
             self.table.admit()
             self._make_room()
             if self.table.sampling:
                 self._idle_since = None
-            if self.table.sampling and time.monotonic() > deadline:
+            now = time.monotonic()
+            self._pace.worked(now - began)
+            if self.table.sampling and now > deadline:
                 return True  # a stream of small requests must not keep the turns in progress waiting
+
+    def _patience(self) -> float:
+        """How long it may wait for company: at no cost while the device is busy, else for a share of a call."""
+        return (SOON if self._flight else self.options.linger) * self._pace.call_s
+
+    def _may_grow(self) -> bool:
+        """Whether it may wait for company: there is room, and somebody to decode whom the call under way does not end."""
+        return self.table.sampling < self.options.slots and any(self._left(row) > 0 for row in self.table.rows.values())
 
     def _until_room(self) -> float | None:
         """Seconds until a slot may be taken from a trajectory whose tool is slow; None where nobody waits for one."""
@@ -216,21 +237,43 @@ class Engine:
         began = time.monotonic()
         self._make_room()
         self._prefill()
-        rows = [row for row in self.table.by_slot if row and row.request]
+        before, flight = self._flight, self._send(began)
+        self._pace.worked(time.monotonic() - began)
+        if before:
+            self._collect(before)
+        self._flight = flight
+        if not self._pace.ahead:
+            self._read_flight()
+
+    def _left(self, row: Row) -> int:
+        """How many tokens a row may sample behind those that are read or under way."""
+        return row.request.sampling.max_tokens - len(row.tokens) - row.ahead if row.request else 0
+
+    def _send(self, began: float) -> Flight | None:
+        """Sends a decode call for all rows that may sample another token, if there are any."""
+        rows = [row for row in self.table.by_slot if row and self._left(row) > 0]
+        if not rows:
+            return None
         slot_W, used = self._active(rows)
-        state = self._params, self._cache, self._rows, self._armed, self.controls.grammars
+        state = self._params, self._cache, self._rows, self._arming.take(), self.controls.grammars
         self._cache, self._rows, tokens, logprobs, routing, top = self._steps.decode(*state, slot_W, used)
-        self._armed = self._no_arming()
-        tokens_WN, logprobs_WN = np.asarray(tokens), np.asarray(logprobs)
-        at = list(range(len(rows))) if slot_W is not None else [row.slot for row in rows]
-        self.controls.keep_top(rows, at, top)
-        self._collect(rows, at, tokens_WN, logprobs_WN, None if routing is None else np.asarray(routing))
-        self._segment_s = time.monotonic() - began
-        self._stats.busy_s += self._segment_s
+        for part in jax.tree.leaves((tokens, logprobs, routing)):
+            part.copy_to_host_async()
+        for row in rows:
+            row.ahead += self.options.decode_tokens
         self._stats.decode_calls += 1
-        self._stats.row_steps += tokens_WN.size
+        self._stats.row_steps += tokens.size
         self._stats.compiled += compiled_here() - self._compiled
         self._compiled = compiled_here()
+        places = list(range(len(rows))) if slot_W is not None else [row.slot for row in rows]
+        turns = [(row, row.request) for row in rows if row.request]
+        return Flight(turns, places, self._version, began, tokens, logprobs, routing, top)
+
+    def _read_flight(self) -> None:
+        """Reads what is under way, if anything is."""
+        if self._flight:
+            self._collect(self._flight)
+            self._flight = None
 
     def _active(self, rows: list[Row]) -> tuple[np.ndarray | None, int]:
         """The slots to step and the positions that they use, both of compiled sizes; all of both in exact mode."""
@@ -239,7 +282,7 @@ class Engine:
         width = next(width for width in self._widths if width >= len(rows))
         slot_W = np.full(width, self.options.slots, np.int32)  # beyond the last slot: nobody
         slot_W[: len(rows)] = [row.slot for row in rows]
-        held = max((row.known + len(row.tokens) - 1 for row in rows), default=0)
+        held = max(row.known + len(row.tokens) + row.ahead - 1 for row in rows)
         return slot_W, next(length for length in self._lengths if length >= held)
 
     def _prefill(self) -> None:
@@ -255,8 +298,8 @@ class Engine:
         for i in range(0, len(forks), rows):
             self._fork(forks[i : i + rows])
         for row in begun:
-            self._arm(row)
-        self._control([row for row in begun if self._armed["controlled"][row.slot]])
+            self._arming.arm(row)
+        self._control([row for row in begun if row.request and wants_controls(row.request.sampling)])
 
     def _control(self, begun: list[Row]) -> None:
         """Writes the controls of new turns that have some."""
@@ -309,41 +352,23 @@ class Engine:
             length *= 2
         return min(length, self.options.slot_tokens)
 
-    def _arm(self, row: Row) -> None:
-        request = row.request
-        assert request is not None
-        state = {
-            "mask": True,
-            "token": row.pending,
-            "pos": row.known - 1,
-            "live": True,
-            "left": request.sampling.max_tokens,
-            "key": request.key,
-            "temperature": request.sampling.temperature,
-            "top_k": request.sampling.top_k,
-            "top_p": request.sampling.top_p,
-            "controlled": wants_controls(request.sampling),
-        }
-        for name, value in state.items():
-            self._armed[name][row.slot] = value
-        self._armed["stop"][row.slot] = -1
-        self._armed["stop"][row.slot, : len(request.stop)] = request.stop
-
-    def _no_arming(self) -> dict[str, np.ndarray]:
-        return {name: np.zeros_like(value) for name, value in self._arming.items()}
-
-    def _collect(
-        self, rows: list[Row], places: list[int], tokens_WN: np.ndarray, logprobs_WN: np.ndarray, routing_WN: np.ndarray | None
-    ) -> None:
-        """Hands the emitted tokens, each row's at its place, to the rows, and answers the turns that ended."""
+    def _collect(self, flight: Flight) -> None:
+        """Reads a call's tokens, hands them to the rows, each row's at its place, and answers the turns that ended."""
+        tokens_WN, logprobs_WN = np.asarray(flight.tokens), np.asarray(flight.logprobs)
+        routing_WN = None if flight.routing is None else np.asarray(flight.routing)
+        began = time.monotonic()
+        self._stats.busy_s += self._pace.read(flight.sent, began)
+        turns = flight.going_on()
+        self.controls.keep_top(turns, flight.top)
         answers: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Future, Sample]]] = {}
         counts, tokens, logprobs = (x.tolist() for x in ((tokens_WN >= 0).sum(axis=1), tokens_WN, logprobs_WN))
-        for row, at in zip(rows, places, strict=True):
+        for row, at in turns:
             assert row.request is not None
             n = counts[at]
+            row.ahead -= self.options.decode_tokens
             row.tokens += tokens[at][:n]
             row.logprobs += logprobs[at][:n]
-            row.versions += [self._version] * n
+            row.versions += [flight.version] * n
             if routing_WN is not None:
                 row.routing.append(routing_WN[at, :n])
             self._stats.sampled += n
@@ -352,16 +377,13 @@ class Engine:
                 tell(row.ticket[0], row.request.hear, row.tokens[:end])
             if end is not None or len(row.tokens) == row.request.sampling.max_tokens:
                 if row.request.sampling.stop_strings:  # the device knows nothing of them: it is told to stop
-                    self._freeze(row)
+                    self._arming.freeze(row.slot)
                 loop, future = row.ticket
                 answers.setdefault(loop, []).append((future, self._finish(row, end)))
         for loop, batch in answers.items():
             tell(loop, resolve, batch)
-
-    def _freeze(self, row: Row) -> None:
-        self._armed["mask"][row.slot], self._armed["live"][row.slot] = True, False
-        # Zeros would be read as greedy and as a nucleus, and all rows would pay for these.
-        self._armed["temperature"][row.slot] = self._armed["top_p"][row.slot] = 1.0
+        self._pace.worked(time.monotonic() - began)
+        self._pace.ended(len(turns), sum(map(len, answers.values())))
 
     def _finish(self, row: Row, end: int | None) -> Sample:
         self._stats.sampled -= 0 if end is None else len(row.tokens) - end
@@ -386,7 +408,7 @@ class Engine:
     def _release(self, trajectory: str) -> None:
         row = self.table.rows.get(trajectory)
         if row and row.request and row.slot != AWAY:
-            self._freeze(row)
+            self._arming.freeze(row.slot)
         ticket = self.table.release(trajectory)
         if ticket:
             loop, future = ticket
@@ -419,7 +441,7 @@ class Engine:
 
         def decode(width: int | None, used: int) -> tuple[object, ...]:
             slot_W = None if width is None else np.full(width, o.slots, np.int32)
-            return self._params, self._cache, self._rows, self._armed, self.controls.grammars, slot_W, used
+            return self._params, self._cache, self._rows, self._arming.nothing, self.controls.grammars, slot_W, used
 
         def restore(length: int) -> tuple[object, ...]:
             stash = jax.eval_shape(partial(read_slot, used=length), self._cache, none[0])
@@ -445,6 +467,9 @@ class Engine:
         with self._wake:
             self._closed = True
             work, self._inbox = self._inbox, deque()
+        self._flight = None
+        if self._failure is None:
+            jax.block_until_ready(self._rows)  # nothing may be under way when the process ends
         for item in work:
             item()
         tickets = [row.ticket for row in self.table.rows.values() if row.request]

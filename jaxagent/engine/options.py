@@ -20,6 +20,7 @@ class EngineOptions:
     stop_tokens: int = 4  # most stop ids of a request
     offload_after_s: float = 0.0  # a tool this slow loses its trajectory's slot, if wanted, to host memory; 0: never
     recompute: bool = False  # what is cached is computed again under published weights, instead of kept
+    overlap: bool | None = None  # a decode call is sent before the last one's tokens are read; None: where that pays
     linger: float = 0.3  # longest wait for company, as a share of a decode call
     dtype: str = "float32"  # of the sampler's weights and cache
     record_routing: bool = False  # a mixture's experts are recorded for every token, so that training can take the same

@@ -33,6 +33,7 @@ class Row:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    ahead: int = 0  # tokens that calls under way may add to them
     source: Row | None = None  # the row whose cache this one forks before its first turn
     turns_done: int = 0
     idle_since: float = 0.0  # when the last turn ended
@@ -126,6 +127,7 @@ class SlotTable:
         row.backlog = row.held[row.cached : -1]
         row.request, row.ticket = request, ticket
         row.tokens, row.logprobs, row.versions, row.routing, row.top = [], [], [], [], []
+        row.ahead = 0
         row.fed_logprobs = [] if row.turns_done else [None]  # nothing says how likely a trajectory's first token is
         self.begun.append(row)
 
@@ -198,7 +200,9 @@ class SlotTable:
             self.begun = [other for other in self.begun if other is not row]
             self.returned = [other for other in self.returned if other is not row]
             self._leave(row)
-            return row.ticket if row.request else None
+            ticket = row.ticket if row.request else None
+            row.request = row.ticket = None
+            return ticket
         for i, (request, ticket) in enumerate(self.waiting):
             if request.trajectory == trajectory:
                 del self.waiting[i]

@@ -24,9 +24,8 @@ from jaxagent.models.transformer import Decoder, params_of
 from jaxagent.types import Sample, Sampler, SampleRequest, Sampling, sampling_key
 
 CONFIG = tiny.config()
-OPTIONS = EngineOptions(
-    slots=4, slot_tokens=32, chunk=8, decode_tokens=3, append_rows=2, append_tokens=(4, 8), fork_min_tokens=6, stop_tokens=2
-)
+SIZES = {"slots": 4, "slot_tokens": 32, "chunk": 8, "decode_tokens": 3, "append_rows": 2, "append_tokens": (4, 8)}
+OPTIONS = EngineOptions(**SIZES, fork_min_tokens=6, stop_tokens=2, overlap=True)  # always a call under way: the harder way
 PATIENCE_S = 120.0  # a hang fails by this; nothing is measured
 
 Turns = list[tuple[list[int], list[float]]]
@@ -130,8 +129,10 @@ def test_the_order_of_arrival_changes_no_bit(engine: Engine, alone: dict[str, Tu
     assert run(play_all(engine, names, seed=seed)) == alone
 
 
-def test_another_replica_gives_the_same_bits(make: Callable[..., Engine], engine: Engine, alone: dict[str, Turns]) -> None:
-    both = Replicas([engine, make(replica=1)])
+def test_another_replica_that_reads_every_call_before_the_next_gives_the_same_bits(
+    make: Callable[..., Engine], engine: Engine, alone: dict[str, Turns]
+) -> None:
+    both = Replicas([engine, make(replica=1, options=replace(OPTIONS, overlap=False))])
     assert run(play_all(both, NAMES, seed=0)) == alone
     assert both.take_stats().turns == 3 * len(NAMES)
     assert run(play_all(both.engines[1], NAMES[:2])) == {name: alone[name] for name in NAMES[:2]}

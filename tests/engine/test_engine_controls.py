@@ -35,6 +35,7 @@ OPTIONS = EngineOptions(
     top_logprobs=3,
     prompt_logprobs=True,
     constraint_states=192,
+    overlap=True,
 )
 STOP, CALL = (3, 7), 11
 LETTERS = '{}:, "[]-.0123456789abcdefklnorstu'  # with the three control tokens, all but three of forty ids

@@ -184,6 +184,22 @@ def test_a_row_is_bit_equal_alone_in_another_slot_and_beside_longer_ones(fresh: 
         np.testing.assert_array_equal(alone[1], beside[1])
 
 
+@pytest.mark.parametrize("used", [0, LENGTH], ids=["exact", "fast"])
+def test_what_was_sampled_and_is_fed_again_call_by_call_has_the_same_bits(fresh: Rig, used: int) -> None:
+    """Teacher-forced through the same program: the host says where every call begins, the device's own state is not used."""
+    tokens = prompt(fresh, 7, 1)
+    begin = {0: (tokens[-1], 6)}
+    fresh.append([(0, 0, tokens[:-1])])
+    free = [fresh.decode(begin, used=used), fresh.decode(used=used)]
+    fresh.clear()
+    fresh.append([(0, 0, tokens[:-1])])
+    forced = [fresh.decode(begin, used=used), fresh.decode({0: (int(free[0][0][0, -1]), 6 + DECODE)}, used=used)]
+    for (drawn, logprobs), (want, want_logprobs) in zip(forced, free, strict=True):
+        np.testing.assert_array_equal(drawn, want)
+        np.testing.assert_array_equal(logprobs, want_logprobs)
+    assert free[1][0][0].tolist() != free[0][0][0].tolist()
+
+
 def test_a_stop_token_freezes_its_row_and_no_other(fresh: Rig) -> None:
     tokens = prompt(fresh, 4)
     begin = {0: (tokens[-1], 3), 1: (tokens[-1], 3)}
