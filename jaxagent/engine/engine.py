@@ -27,6 +27,7 @@ from jaxagent.engine.controls import ControlSizes, Rows, new_controls
 from jaxagent.engine.options import EngineOptions, EngineStats, used_lengths
 from jaxagent.engine.programs import Call, compiled_here, prepare
 from jaxagent.engine.slots import AWAY, Row, SlotTable
+from jaxagent.engine.speculation import Speculation
 from jaxagent.engine.steps import make_steps, new_rows
 from jaxagent.engine.stops import end_of, sample_of
 from jaxagent.models.transformer import Decoder, DecoderConfig, Params, logical_axes, params_of
@@ -58,6 +59,7 @@ class Engine:
         )
         self._lengths = used_lengths(o.chunk, o.slot_tokens)
         self._widths = sorted({-(-o.slots // parts) for parts in (1, 4)})
+        self._speculation = Speculation(o.draft_tokens, o.decode_tokens, self._widths, 4 * o.slots * o.slot_tokens)
         self._cache = mesh.place(new_cache(config, o.slots, o.slot_tokens, dtype), (None, "kv_heads"))
         sizes = ControlSizes(**{name: getattr(o, name) for name in ControlSizes.__annotations__})
         self.controls = ControlTable(sizes, config.vocab_size, mesh, vocabulary)
@@ -216,21 +218,38 @@ class Engine:
         began = time.monotonic()
         self._make_room()
         self._prefill()
+        if self.options.draft_tokens:
+            jax.block_until_ready(self._cache)  # what calls take is measured
         rows = [row for row in self.table.by_slot if row and row.request]
+        for some, drafts in self._speculation.calls(rows):
+            self._call(some, drafts)
+        self._segment_s = time.monotonic() - began
+        self._stats.busy_s += self._segment_s
+        self._stats.compiled += compiled_here() - self._compiled
+        self._compiled = compiled_here()
+
+    def _call(self, rows: list[Row], drafts: np.ndarray | None) -> None:
+        """Decodes a segment of some rows, or verifies their drafts, and hands them their tokens."""
         slot_W, used = self._active(rows)
         state = self._params, self._cache, self._rows, self._armed, self.controls.grammars
-        self._cache, self._rows, tokens, logprobs, routing, top = self._steps.decode(*state, slot_W, used)
+        if drafts is None:
+            out = self._steps.decode(*state, slot_W, used)
+        else:
+            draft_WK = np.full((len(slot_W), drafts.shape[1]), -1, np.int32)
+            draft_WK[: len(rows)] = drafts
+            out = self._steps.verify(*state, slot_W, draft_WK)
+        self._cache, self._rows, tokens, logprobs, routing, top = out
         self._armed = self._no_arming()
         tokens_WN, logprobs_WN = np.asarray(tokens), np.asarray(logprobs)
         at = list(range(len(rows))) if slot_W is not None else [row.slot for row in rows]
         self.controls.keep_top(rows, at, top)
         self._collect(rows, at, tokens_WN, logprobs_WN, None if routing is None else np.asarray(routing))
-        self._segment_s = time.monotonic() - began
-        self._stats.busy_s += self._segment_s
         self._stats.decode_calls += 1
         self._stats.row_steps += tokens_WN.size
-        self._stats.compiled += compiled_here() - self._compiled
-        self._compiled = compiled_here()
+        if drafts is not None:
+            self._stats.verified += len(rows)
+            self._stats.drafted += int((drafts >= 0).sum())
+            self._stats.accepted += int(((drafts >= 0) & (drafts == tokens_WN[: len(rows), :-1])).sum())
 
     def _active(self, rows: list[Row]) -> tuple[np.ndarray | None, int]:
         """The slots to step and the positions that they use, both of compiled sizes; all of both in exact mode."""
@@ -421,6 +440,9 @@ class Engine:
             slot_W = None if width is None else np.full(width, o.slots, np.int32)
             return self._params, self._cache, self._rows, self._armed, self.controls.grammars, slot_W, used
 
+        def verify(width: int) -> tuple[object, ...]:
+            return *decode(width, 0)[:-1], np.full((width, o.draft_tokens), -1, np.int32)
+
         def restore(length: int) -> tuple[object, ...]:
             stash = jax.eval_shape(partial(read_slot, used=length), self._cache, none[0])
             return self._cache, o.slots, jax.tree.map(lambda part: np.zeros(part.shape, part.dtype), stash)
@@ -439,6 +461,8 @@ class Engine:
         yield Call(self._steps.settle, settle, lambda out: hold(rows=out))
         for width, used in [(None, 0)] if o.exact else itertools.product(self._widths, self._lengths):
             yield Call(self._steps.decode, partial(decode, width, used), lambda out: hold(*out[:2]))
+        for width in self._widths if o.draft_tokens else ():
+            yield Call(self._steps.verify, partial(verify, width), lambda out: hold(*out[:2]))
 
     def _abandon(self) -> None:
         """After the loop ended: nobody may wait for an answer that will not come."""
