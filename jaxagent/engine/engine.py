@@ -58,8 +58,8 @@ class Engine:
             top_logprobs=o.top_logprobs,
         )
         self._lengths = used_lengths(o.chunk, o.slot_tokens)
-        self._widths = sorted({-(-o.slots // parts) for parts in (1, 4)})
-        self._speculation = Speculation(o.draft_tokens, o.decode_tokens, self._widths, 4 * o.slots * o.slot_tokens)
+        self.widths = sorted({-(-o.slots // parts) for parts in (1, 4)})
+        self.speculation = Speculation(o.draft_tokens, o.decode_tokens, self.widths, 4 * o.slots * o.slot_tokens)
         self._cache = mesh.place(new_cache(config, o.slots, o.slot_tokens, dtype), (None, "kv_heads"))
         sizes = ControlSizes(**{name: getattr(o, name) for name in ControlSizes.__annotations__})
         self.controls = ControlTable(sizes, config.vocab_size, mesh, vocabulary)
@@ -221,7 +221,7 @@ class Engine:
         if self.options.draft_tokens:
             jax.block_until_ready(self._cache)  # what calls take is measured
         rows = [row for row in self.table.by_slot if row and row.request]
-        for some, drafts in self._speculation.calls(rows):
+        for some, drafts in self.speculation.calls(rows):
             self._call(some, drafts)
         self._segment_s = time.monotonic() - began
         self._stats.busy_s += self._segment_s
@@ -255,7 +255,7 @@ class Engine:
         """The slots to step and the positions that they use, both of compiled sizes; all of both in exact mode."""
         if self.options.exact:
             return None, 0
-        width = next(width for width in self._widths if width >= len(rows))
+        width = next(width for width in self.widths if width >= len(rows))
         slot_W = np.full(width, self.options.slots, np.int32)  # beyond the last slot: nobody
         slot_W[: len(rows)] = [row.slot for row in rows]
         held = max((row.known + len(row.tokens) - 1 for row in rows), default=0)
@@ -459,9 +459,9 @@ class Engine:
                 yield Call(self._steps.restore, partial(restore, length), hold)
         settle = lambda: (self._rows, *self.controls.controls([], rows, []))  # noqa: E731
         yield Call(self._steps.settle, settle, lambda out: hold(rows=out))
-        for width, used in [(None, 0)] if o.exact else itertools.product(self._widths, self._lengths):
+        for width, used in [(None, 0)] if o.exact else itertools.product(self.widths, self._lengths):
             yield Call(self._steps.decode, partial(decode, width, used), lambda out: hold(*out[:2]))
-        for width in self._widths if o.draft_tokens else ():
+        for width in self.widths if o.draft_tokens else ():
             yield Call(self._steps.verify, partial(verify, width), lambda out: hold(*out[:2]))
 
     def _abandon(self) -> None:

@@ -42,8 +42,8 @@ class EngineOptions:
             raise ValueError(f"engine.draft_tokens must not be negative, got {self.draft_tokens}")
         if self.draft_tokens and self.exact:
             raise ValueError(
-                f"engine.draft_tokens={self.draft_tokens} needs engine.exact=False: which tokens share a forward then depends on "
-                "what came before and on the clock, and the bits of log-probs on that; the draws are the same"
+                f"engine.draft_tokens={self.draft_tokens} needs engine.exact=False: the draws are the same, but the last bits "
+                "of log-probs depend on which tokens share a forward"
             )
         if self.offload_after_s < 0:
             raise ValueError(f"engine.offload_after_s must not be negative, got {self.offload_after_s}")

@@ -53,13 +53,15 @@ class Costs:
             self._seconds[call].append(seconds)
             self._measured[call] = self._busy
 
+    def least(self, verified: bool, width: int) -> float | None:
+        """Seconds, or None where they are not known."""
+        return min(self._seconds.get((verified, width), ()), default=None)
+
     def of(self, verified: bool, width: int) -> float | None:
         """Seconds, or None where they are not known, or were long ago."""
-        call = verified, width
-        if not self._seconds.get(call):
-            return None
-        least = min(self._seconds[call])
-        return least if self._busy - self._measured[call] <= AGAIN * least else None
+        least = self.least(verified, width)
+        late = least is None or self._busy - self._measured[verified, width] > AGAIN * least
+        return None if late else least
 
 
 class Speculation:
@@ -135,7 +137,8 @@ class Speculation:
             row.stream = drafts.stream(row.prompt)
         known = len(row.stream.tokens)
         row.stream.extend(row.held[known:])
-        row.stream.extend(row.tokens[max(known - row.known, 0) :])
+        if row.request:  # else they are held
+            row.stream.extend(row.tokens[max(known - row.known, 0) :])
 
     def _forget(self) -> None:
         """Drops the indices that were not used for the longest time, where all of them hold too much."""
