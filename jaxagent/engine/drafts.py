@@ -21,7 +21,7 @@ class Drafts:
     """The index of one group."""
 
     def __init__(self) -> None:
-        self._newest: dict[tuple[int, int], Place] = {}
+        self.newest: dict[tuple[int, int], Place] = {}
         self._prompt: Sequence[int] = ()  # the last one that was indexed
         self.size = 0  # places
 
@@ -38,16 +38,16 @@ class Stream:
     """The tokens of one trajectory as far as its group's index knows them."""
 
     def __init__(self, drafts: Drafts, tokens: list[int]):
-        self.tokens, self._drafts = tokens, drafts
+        self.tokens, self.drafts = tokens, drafts
 
     def extend(self, tokens: Iterable[int]) -> None:
-        held, newest, before = self.tokens, self._drafts._newest, len(self.tokens)
+        held, newest, before = self.tokens, self.drafts.newest, len(self.tokens)
         for token in tokens:
             if len(held) >= GRAM:
                 gram = held[-2], held[-1]
                 newest[gram] = held, len(held), newest.get(gram)
             held.append(token)
-        self._drafts.size += len(held) - before
+        self.drafts.size += len(held) - before
 
     def draft(self, most: int) -> tuple[list[int], int]:
         """At most so many tokens that may come next, and how many tokens before them matched, up to LONGEST.
@@ -55,7 +55,7 @@ class Stream:
         Of equal matches the newest that has enough behind it. What a trajectory repeats of itself goes on in a circle.
         """
         held = self.tokens
-        place = self._drafts._newest.get((held[-2], held[-1])) if most > 0 and len(held) >= GRAM else None
+        place = self.drafts.newest.get((held[-2], held[-1])) if most > 0 and len(held) >= GRAM else None
         best, past, start = (0, 0), held, 0
         for _ in range(PLACES):
             if place is None:

@@ -59,7 +59,7 @@ class Engine:
         )
         self._lengths = used_lengths(o.chunk, o.slot_tokens)
         self.widths = sorted({-(-o.slots // parts) for parts in (1, 4)})
-        self.speculation = Speculation(o.draft_tokens, o.decode_tokens, self.widths, 4 * o.slots * o.slot_tokens)
+        self.speculation = Speculation(o.draft_tokens, o.decode_tokens, self.widths, 2 * o.slots * o.slot_tokens)
         self._cache = mesh.place(new_cache(config, o.slots, o.slot_tokens, dtype), (None, "kv_heads"))
         sizes = ControlSizes(**{name: getattr(o, name) for name in ControlSizes.__annotations__})
         self.controls = ControlTable(sizes, config.vocab_size, mesh, vocabulary)
@@ -242,7 +242,7 @@ class Engine:
         self._armed = self._no_arming()
         tokens_WN, logprobs_WN = np.asarray(tokens), np.asarray(logprobs)
         at = list(range(len(rows))) if slot_W is not None else [row.slot for row in rows]
-        self.controls.keep_top(rows, at, top)
+        self.controls.keep_top(rows, at, top, (tokens_WN >= 0).sum(axis=1))
         self._collect(rows, at, tokens_WN, logprobs_WN, None if routing is None else np.asarray(routing))
         self._stats.decode_calls += 1
         self._stats.row_steps += tokens_WN.size

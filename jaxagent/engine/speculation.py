@@ -130,7 +130,7 @@ class Speculation:
     def _tell(self, row: Row) -> None:
         """Adds to the index what a row was fed and has sampled since."""
         name = row.group or row.trajectory
-        drafts = self._groups.pop(name, None) or Drafts()
+        drafts = self._groups.pop(name, None) or (row.stream.drafts if row.stream else Drafts())
         self._groups[name] = drafts
         if row.stream is None:
             self._forget()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from drawn import drawn
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxagent.engine.drafts import GRAM, LONGEST, PLACES, Drafts
@@ -20,7 +20,7 @@ def longest(held: list[int], others: list[list[int]]) -> int:
     return max((n for tokens, at in ends for n in range(GRAM, min(LONGEST, len(held)) + 1) if same(tokens, at, n)), default=0)
 
 
-@drawn
+@settings(drawn, max_examples=40)
 @given(TOKENS, st.lists(TOKENS, max_size=2), st.integers(1, 5))
 def test_the_match_is_the_longest_there_is_and_the_draft_stands_behind_one(
     held: list[int], others: list[list[int]], most: int
