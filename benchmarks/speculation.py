@@ -1,6 +1,7 @@
 """When drafts from a group's own tokens pay: `python benchmarks/speculation.py` samples with and without them, in turns.
 
-One model of random weights, float32, and groups of 8 that share a prompt, play some turns and are fed something between them.
+One model of random weights, float32, and groups of 8 that share a prompt, play some turns and are fed something between them;
+a quarter of a group has slots at a time, so that the others come when there is something to draw on.
 The lower the temperature, the more a trajectory repeats its siblings and itself; where the repetition comes from makes no
 difference to what it spares. One engine samples all of it three times: without drafts, with them as it decides by what it
 measures, and `forced`, verifying whatever there is. The draws are the same: the last column counts the turns whose tokens are
@@ -30,7 +31,8 @@ def main() -> None:
     """Measures and prints a table in Markdown."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", choices=SHAPES, default="small")
-    parser.add_argument("--rows", type=int, default=8)
+    parser.add_argument("--rows", type=int, default=32)
+    parser.add_argument("--slots", type=int, default=8)
     parser.add_argument("--group", type=int, default=8)
     parser.add_argument("--prompt-tokens", type=int, default=64)
     parser.add_argument("--turns", type=int, default=3)
@@ -47,7 +49,7 @@ def main() -> None:
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: options.cores])  # before any library counts them
     engine = engine_of(options)
     measured = engine.speculation.costs
-    print(f"{options.model}, {options.rows} rows, drafts of {options.draft_tokens}\n")
+    print(f"{options.model}, {options.rows} rows in {options.slots} slots, drafts of {options.draft_tokens}\n")
     print(
         "| temperature | accepted per verification | share of tokens | CPU s, of without | forced: accepted | CPU s | differ |"
     )
@@ -79,8 +81,8 @@ def engine_of(options: argparse.Namespace) -> Any:
 
     config = DecoderConfig(**SHAPES[options.model])
     length = options.prompt_tokens + options.turns * (options.turn_tokens + options.fed_tokens)
-    chunk = -(-length // 64) * 32
-    shape: dict[str, Any] = {"slots": options.rows, "slot_tokens": 2 * chunk, "chunk": chunk, "append_rows": 4, "exact": False}
+    length = -(-length // 32) * 32
+    shape: dict[str, Any] = {"slots": options.slots, "slot_tokens": length, "chunk": length, "append_rows": 4, "exact": False}
     shape |= {"decode_tokens": options.decode_tokens, "draft_tokens": options.draft_tokens}
     lengths = tuple(sorted({options.fed_tokens, options.prompt_tokens}))
     engine = Engine(config, EngineOptions(**shape, append_tokens=lengths), DeviceMesh.build(1))
@@ -126,11 +128,13 @@ async def play(options: argparse.Namespace, engine: Any, temperature: float, run
     vocab = SHAPES[options.model]["vocab_size"]
     sampling = Sampling(temperature=temperature, max_tokens=options.turn_tokens)
 
+    groups = options.rows // options.group
+
     async def row(i: int) -> list[list[int]]:
-        mates = np.random.default_rng(i // options.group)
+        mates = np.random.default_rng(i % groups)
         unfed = mates.integers(0, vocab, options.prompt_tokens).tolist()
         fed = mates.integers(0, vocab, (options.turns, options.fed_tokens)).tolist()
-        name, group, held, said = f"{temperature}/{run}/{i}", f"{temperature}/{run}/{i // options.group}", 0, []
+        name, group, held, said = f"{temperature}/{run}/{i}", f"{temperature}/{run}/{i % groups}", 0, []
         for turn in range(options.turns):
             key = sampling_key(0, str(i), turn)
             sample = await engine.generate(SampleRequest(name, tuple(unfed), held, key, (), sampling, group=group))

@@ -59,7 +59,9 @@ class Engine:
         )
         self._lengths = used_lengths(o.chunk, o.slot_tokens)
         self.widths = sorted({-(-o.slots // parts) for parts in (1, 4)})
-        self.speculation = Speculation(o.draft_tokens, o.decode_tokens, self.widths, 2 * o.slots * o.slot_tokens)
+        # On a CPU others run too, and wall time counts their turns, most of all in long calls.
+        clock = time.process_time if mesh.platform == "cpu" else time.perf_counter
+        self.speculation = Speculation(o.draft_tokens, o.decode_tokens, self.widths, 2 * o.slots * o.slot_tokens, clock)
         self._cache = mesh.place(new_cache(config, o.slots, o.slot_tokens, dtype), (None, "kv_heads"))
         sizes = ControlSizes(**{name: getattr(o, name) for name in ControlSizes.__annotations__})
         self.controls = ControlTable(sizes, config.vocab_size, mesh, vocabulary)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -67,10 +67,24 @@ class Costs:
 class Speculation:
     """The drafts of one engine's rows."""
 
-    def __init__(self, draft_tokens: int, decode_tokens: int, widths: Sequence[int], remembered: int):
-        """Args: draft_tokens: most of a draft, 0 is off; widths: rows of a call; remembered: tokens that indices may hold."""
+    def __init__(
+        self,
+        draft_tokens: int,
+        decode_tokens: int,
+        widths: Sequence[int],
+        remembered: int,
+        clock: Callable[[], float] = time.perf_counter,
+    ):
+        """Takes the sizes of calls and how their cost is told.
+
+        Args:
+            draft_tokens: most of a draft; 0 is off.
+            widths: rows of a call.
+            remembered: tokens that indices may hold.
+            clock: what calls cost is its advance.
+        """
         self.draft_tokens, self._decode_tokens, self._widths = draft_tokens, decode_tokens, widths
-        self._remembered = remembered
+        self._remembered, self._clock = remembered, clock
         self._groups: dict[str, Drafts] = {}  # the longest unused first
         self._came_true, self._compared = [0.5] * (LONGEST + 1), [1.0] * (LONGEST + 1)
         self.costs = Costs()
@@ -93,9 +107,9 @@ class Speculation:
                 drafts = np.full((len(part), self.draft_tokens), -1, np.int32)
                 for i, guess in enumerate(part):
                     drafts[i, : len(guess.draft)] = guess.draft
-            began = time.perf_counter()
+            began = self._clock()
             yield [guess.row for guess in part], drafts
-            self.costs.add(verified, self._width(len(part)), time.perf_counter() - began)
+            self.costs.add(verified, self._width(len(part)), self._clock() - began)
             for guess in part:
                 self._compare(guess)
 
