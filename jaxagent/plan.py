@@ -257,12 +257,12 @@ def update_temporaries(learner: Learner) -> int:
 
 
 def decode_temporaries(run: Shapes) -> int:
-    """Bytes of a decode call beside its arguments, estimated: logits, scores of what is read, and the copy of what is in use.
+    """Bytes of a decode call beside its arguments, estimated: logits, also of drafts, scores of what is read, what it copies.
 
     A TPU copies the cache for the loop in any case, with the width of heads, innermost in values, filled up to 128.
     """
     o, c, tensor, cache = run.engine_options, run.decoder, run.mesh.size["tensor"], size_bytes(run.engine.cache)
-    logits = 3 * o.slots * c.vocab_size // tensor * 4
+    logits = 3 * o.slots * (1 + o.draft_tokens) * c.vocab_size // tensor * 4
     read = o.chunk if o.exact else o.slot_tokens + o.decode_tokens
     scores = 2 * o.slots * max(1, c.heads // tensor) * read * 4
     if run.mesh.platform == "tpu":
@@ -285,14 +285,14 @@ def append_temporaries(run: Shapes) -> int:
 def programs(run: Shapes) -> dict[str, Any]:
     """What is compiled at the start: the engine's for each replica, and the learner's."""
     o = run.engine_options
-    doublings = 0
-    length = 0
+    doublings = length = 0
     while length < o.slot_tokens:
         length, doublings = min(max(o.chunk, 2 * length), o.slot_tokens), doublings + 1
     widths = {-(-o.slots // parts) for parts in (1, 4)}
     engine = {
         "append": len(o.append_tokens),
         "decode": 1 if o.exact else len(widths) * len(used_lengths(o.chunk, o.slot_tokens)),
+        "verify": len(widths) if o.draft_tokens else 0,
         "fork": doublings if o.fork_min_tokens <= o.slot_tokens else 0,
         "stash and restore": 2 * doublings if o.offload_after_s else 0,
         "publish and settle": 2,

@@ -499,6 +499,8 @@ def described(run: Run, groups: Sequence[Group]) -> dict[str, float]:
         "engine/prefilled": float(stats.prefilled),
         "engine/forked": float(stats.forked),
         "engine/offloaded": float(stats.offloaded),
+        "engine/drafted": float(stats.drafted),
+        "engine/accepted": Mean(stats.accepted, stats.verified),
         "engine/compiled": float(stats.compiled),
         "sandbox/restarts": float(run.parts.sandbox.restarts),
     }

@@ -165,13 +165,17 @@ class ControlTable:
             end = min(row.request.start + len(row.request.tokens), first + len(tokens))
             row.fed_logprobs += logprob_RA[i, max(known - first, 0) : max(end - first, 0)].tolist()
 
-    def keep_top(self, turns: Sequence[tuple[Row, int]], top: tuple[Array, Array] | None) -> None:
-        """Hands a call's likeliest tokens, each row's at its place, to who asked for them; if none did they are not fetched."""
+    def keep_top(self, turns: Sequence[tuple[Row, int]], top: tuple[Array, Array] | None, count_W: np.ndarray) -> None:
+        """Hands a call's likeliest tokens, each row's at its place, to who asked for them; if none did they are not fetched.
+
+        Args:
+            count_W: how many tokens each place was given.
+        """
         asking = [(row, at) for row, at in turns if row.request and row.request.sampling.top_logprobs]
         if top is not None and asking:
             token_WNn, logprob_WNn = np.asarray(top[0]), np.asarray(top[1])
             for row, at in asking:
-                row.top.append((token_WNn[at], logprob_WNn[at]))
+                row.top.append((token_WNn[at, : count_W[at]], logprob_WNn[at, : count_W[at]]))
 
     # ------------------------------------------------------------------ automata on the device
 

@@ -31,6 +31,7 @@ from jaxagent.engine.flight import SOON, Flight, Pace
 from jaxagent.engine.options import EngineOptions, EngineStats, used_lengths
 from jaxagent.engine.programs import Call, compiled_here, prepare
 from jaxagent.engine.slots import AWAY, Row, SlotTable
+from jaxagent.engine.speculation import Speculation
 from jaxagent.engine.steps import make_steps, new_rows
 from jaxagent.engine.stops import end_of, sample_of
 from jaxagent.models.transformer import Decoder, DecoderConfig, Params, logical_axes, params_of
@@ -61,7 +62,10 @@ class Engine:
             top_logprobs=o.top_logprobs,
         )
         self._lengths = used_lengths(o.chunk, o.slot_tokens)
-        self._widths = sorted({-(-o.slots // parts) for parts in (1, 4)})
+        self.widths = sorted({-(-o.slots // parts) for parts in (1, 4)})
+        # On a CPU others run too, and wall time counts their turns, most of all in long calls.
+        clock = time.process_time if mesh.platform == "cpu" else time.perf_counter
+        self.speculation = Speculation(o.draft_tokens, o.decode_tokens, self.widths, 2 * o.slots * o.slot_tokens, clock)
         self._cache = mesh.place(new_cache(config, o.slots, o.slot_tokens, dtype), (None, "kv_heads"))
         sizes = ControlSizes(**{name: getattr(o, name) for name in ControlSizes.__annotations__})
         self.controls = ControlTable(sizes, config.vocab_size, mesh, vocabulary)
@@ -75,7 +79,7 @@ class Engine:
         self._version = 0
         self._vocab_size = config.vocab_size
         self._stats = EngineStats()
-        self._pace = Pace(o.overlap)
+        self._pace = Pace(False if o.draft_tokens else o.overlap)  # drafts go by the last token that was read
         self._flight: Flight | None = None  # sent and not read
         self._idle_since: float | None = None  # when it had nothing to decode any more
         self._inbox: deque[Callable[[], None]] = deque()
@@ -237,7 +241,10 @@ class Engine:
         began = time.monotonic()
         self._make_room()
         self._prefill()
-        before, flight = self._flight, self._send(began)
+        if self.options.draft_tokens:
+            self._speculate()
+            return
+        before, flight = self._flight, self._send(self._going_on(), None, began)
         self._pace.worked(time.monotonic() - began)
         if before:
             self._collect(before)
@@ -245,29 +252,46 @@ class Engine:
         if not self._pace.ahead:
             self._read_flight()
 
+    def _speculate(self) -> None:
+        """Decodes a segment of some rows and verifies drafts of the others; each call is read before the next is sent."""
+        jax.block_until_ready(self._cache)  # what calls take is measured
+        for rows, drafts in self.speculation.calls(self._going_on()):
+            if flight := self._send(rows, drafts, time.monotonic()):
+                self._collect(flight)
+
+    def _going_on(self) -> list[Row]:
+        """The rows that may sample another token."""
+        return [row for row in self.table.by_slot if row and self._left(row) > 0]
+
     def _left(self, row: Row) -> int:
         """How many tokens a row may sample behind those that are read or under way."""
         return row.request.sampling.max_tokens - len(row.tokens) - row.ahead if row.request else 0
 
-    def _send(self, began: float) -> Flight | None:
-        """Sends a decode call for all rows that may sample another token, if there are any."""
-        rows = [row for row in self.table.by_slot if row and self._left(row) > 0]
+    def _send(self, rows: list[Row], drafts: np.ndarray | None, began: float) -> Flight | None:
+        """Sends a call that decodes rows, or verifies their drafts, if there are any."""
         if not rows:
             return None
         slot_W, used = self._active(rows)
         state = self._params, self._cache, self._rows, self._arming.take(), self.controls.grammars
-        self._cache, self._rows, tokens, logprobs, routing, top = self._steps.decode(*state, slot_W, used)
+        if drafts is None:
+            out = self._steps.decode(*state, slot_W, used)
+        else:
+            assert slot_W is not None  # drafts are not for exact mode
+            draft_WK = np.full((len(slot_W), drafts.shape[1]), -1, np.int32)
+            draft_WK[: len(rows)] = drafts
+            out = self._steps.verify(*state, slot_W, draft_WK)
+        self._cache, self._rows, tokens, logprobs, routing, top = out
         for part in jax.tree.leaves((tokens, logprobs, routing)):
             part.copy_to_host_async()
         for row in rows:
-            row.ahead += self.options.decode_tokens
+            row.ahead += tokens.shape[1]
         self._stats.decode_calls += 1
         self._stats.row_steps += tokens.size
         self._stats.compiled += compiled_here() - self._compiled
         self._compiled = compiled_here()
         places = list(range(len(rows))) if slot_W is not None else [row.slot for row in rows]
         turns = [(row, row.request) for row in rows if row.request]
-        return Flight(turns, places, self._version, began, tokens, logprobs, routing, top)
+        return Flight(turns, places, self._version, began, tokens, logprobs, routing, top, drafts)
 
     def _read_flight(self) -> None:
         """Reads what is under way, if anything is."""
@@ -279,7 +303,7 @@ class Engine:
         """The slots to step and the positions that they use, both of compiled sizes; all of both in exact mode."""
         if self.options.exact:
             return None, 0
-        width = next(width for width in self._widths if width >= len(rows))
+        width = next(width for width in self.widths if width >= len(rows))
         slot_W = np.full(width, self.options.slots, np.int32)  # beyond the last slot: nobody
         slot_W[: len(rows)] = [row.slot for row in rows]
         held = max(row.known + len(row.tokens) + row.ahead - 1 for row in rows)
@@ -358,14 +382,16 @@ class Engine:
         routing_WN = None if flight.routing is None else np.asarray(flight.routing)
         began = time.monotonic()
         self._stats.busy_s += self._pace.read(flight.sent, began)
-        turns = flight.going_on()
-        self.controls.keep_top(turns, flight.top)
+        turns, count_W = flight.going_on(), (tokens_WN >= 0).sum(axis=1)
+        self.controls.keep_top(turns, flight.top, count_W)
+        if flight.drafts is not None:
+            self._stats.verify(flight.drafts, tokens_WN)
         answers: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Future, Sample]]] = {}
-        counts, tokens, logprobs = (x.tolist() for x in ((tokens_WN >= 0).sum(axis=1), tokens_WN, logprobs_WN))
+        counts, tokens, logprobs = (x.tolist() for x in (count_W, tokens_WN, logprobs_WN))
         for row, at in turns:
             assert row.request is not None
             n = counts[at]
-            row.ahead -= self.options.decode_tokens
+            row.ahead -= tokens_WN.shape[1]
             row.tokens += tokens[at][:n]
             row.logprobs += logprobs[at][:n]
             row.versions += [flight.version] * n
@@ -443,6 +469,9 @@ class Engine:
             slot_W = None if width is None else np.full(width, o.slots, np.int32)
             return self._params, self._cache, self._rows, self._arming.nothing, self.controls.grammars, slot_W, used
 
+        def verify(width: int) -> tuple[object, ...]:
+            return *decode(width, 0)[:-1], np.full((width, o.draft_tokens), -1, np.int32)
+
         def restore(length: int) -> tuple[object, ...]:
             stash = jax.eval_shape(partial(read_slot, used=length), self._cache, none[0])
             return self._cache, o.slots, jax.tree.map(lambda part: np.zeros(part.shape, part.dtype), stash)
@@ -459,8 +488,10 @@ class Engine:
                 yield Call(self._steps.restore, partial(restore, length), hold)
         settle = lambda: (self._rows, *self.controls.controls([], rows, []))  # noqa: E731
         yield Call(self._steps.settle, settle, lambda out: hold(rows=out))
-        for width, used in [(None, 0)] if o.exact else itertools.product(self._widths, self._lengths):
+        for width, used in [(None, 0)] if o.exact else itertools.product(self.widths, self._lengths):
             yield Call(self._steps.decode, partial(decode, width, used), lambda out: hold(*out[:2]))
+        for width in self.widths if o.draft_tokens else ():
+            yield Call(self._steps.verify, partial(verify, width), lambda out: hold(*out[:2]))
 
     def _abandon(self) -> None:
         """After the loop ended: nobody may wait for an answer that will not come."""

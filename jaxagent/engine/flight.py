@@ -25,6 +25,7 @@ class Flight:
     logprobs: Any
     routing: Any
     top: Any
+    drafts: Any = None  # [n, K], -1 behind their ends, where it verifies some
 
     def going_on(self) -> list[tuple[Row, int]]:
         """The rows whose turns have not ended or been released since, each with its place."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 
 @dataclass(frozen=True)
 class EngineOptions:
@@ -16,6 +18,7 @@ class EngineOptions:
     append_tokens: tuple[int, ...] = (64,)  # A, prefill lengths that are compiled
     chunk: int = 128  # cache positions that attention reads at once
     exact: bool = True  # no bit of a row depends on its neighbours; else only rows and positions in use are computed
+    draft_tokens: int = 0  # most tokens that are guessed from a row's group and verified in one forward; 0: none
     fork_min_tokens: int = 32  # shorter prompts are prefilled again instead of copied
     stop_tokens: int = 4  # most stop ids of a request
     offload_after_s: float = 0.0  # a tool this slow loses its trajectory's slot, if wanted, to host memory; 0: never
@@ -37,6 +40,13 @@ class EngineOptions:
         if self.recompute and self.record_routing:
             raise ValueError(
                 "engine.recompute does not go with learner.replay_routing: a token would have two choices of experts"
+            )
+        if self.draft_tokens < 0:
+            raise ValueError(f"engine.draft_tokens must not be negative, got {self.draft_tokens}")
+        if self.draft_tokens and self.exact:
+            raise ValueError(
+                f"engine.draft_tokens={self.draft_tokens} needs engine.exact=False: the draws are the same, but the last bits "
+                "of log-probs depend on which tokens share a forward"
             )
         if self.offload_after_s < 0:
             raise ValueError(f"engine.offload_after_s must not be negative, got {self.offload_after_s}")
@@ -62,5 +72,14 @@ class EngineStats:
     decode_calls: int = 0
     append_calls: int = 0
     row_steps: int = 0
+    verified: int = 0  # drafts that were verified, of so many tokens, of which so many came true
+    drafted: int = 0
+    accepted: int = 0
     busy_s: float = 0.0
     compiled: int = 0  # programs compiled since warm-up: a turn waited for each
+
+    def verify(self, draft_nK: np.ndarray, token_WN: np.ndarray) -> None:
+        """Counts drafts, -1 behind their ends, whose tokens were verified."""
+        self.verified += len(draft_nK)
+        self.drafted += int((draft_nK >= 0).sum())
+        self.accepted += int(((draft_nK >= 0) & (draft_nK == token_WN[: len(draft_nK), :-1])).sum())

@@ -42,6 +42,7 @@ class Row:
     prompt_routing: list[Any] = field(default_factory=list)  # those of the prompt's cached tokens, for who forks them
     fed_logprobs: list[float | None] = field(default_factory=list)  # of this turn's fed tokens, where they are asked for
     top: list[tuple[Any, Any]] = field(default_factory=list)  # likeliest tokens of this turn and their log-probs, in pieces
+    stream: Any = None  # its tokens in its group's index of drafts
 
     @property
     def known(self) -> int:

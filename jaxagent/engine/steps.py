@@ -1,4 +1,4 @@
-"""The engine's programs: publish, append, fork, stash, restore and decode. Pure functions of pytrees, all jitted once.
+"""The engine's programs: publish, append, fork, stash, restore, decode and verify. Pure functions of pytrees, all jitted once.
 
 Whatever they change is donated to them.
 
@@ -67,6 +67,7 @@ class Steps:
     stash: Callable[..., Cache]
     restore: Callable[..., Cache]
     decode: Callable[..., tuple[Cache, Rows, Array, Array, Array | None, tuple[Array, Array] | None]]
+    verify: Callable[..., tuple[Cache, Rows, Array, Array, Array | None, tuple[Array, Array] | None]]
     settle: Callable[..., Rows]
 
 
@@ -130,6 +131,7 @@ def make_steps(
             static_argnums=6,
             donate_argnums=(1, 2),
         ),
+        verify=jax.jit(verify_fn(config, forward, chunk, top_logprobs), donate_argnums=(1, 2)),
         settle=jax.jit(settle, donate_argnums=0),
     )
 
@@ -184,9 +186,8 @@ def decode_fn(
         u_WN = uniforms(rows["key"], start_W[:, None] + 1 + jnp.arange(decode_tokens))
         shape = width, decode_tokens
         routed = jnp.zeros((*shape, config.layers, config.experts_per_token), jnp.int16) if record_routing else None
-        ranked = *shape, top_logprobs
-        top = (jnp.zeros(ranked, jnp.int32), jnp.zeros(ranked, jnp.float32)) if top_logprobs else None
-        emitted = jnp.full(shape, -1, jnp.int32), jnp.zeros(shape, jnp.float32), routed, top
+        tokens, logprobs, top = nothing_drawn(*shape, top_logprobs)
+        emitted = tokens, logprobs, routed, top
 
         def step(i: Array, carry: tuple[Cache, Rows, Array, Array, Any, Any]) -> tuple[Cache, Rows, Array, Array, Any, Any]:
             cache, rows, tokens, logprobs, routed, top = carry
@@ -198,15 +199,10 @@ def decode_fn(
                 attend = attend_working_copy(start_W, i, used, decode_tokens, config.attention)
             x, cache, routing = forward(params, cache, rows["token"][:, None], pos, attend)
             hidden = rms_norm(x[:, 0], params["norm"], config.norm_eps, config.plus_one_norms)
-            z = scores(head_logits(head_table(params, config), hidden, config), rows, grammars)
-            token, logprob = choose(z, u_WN[:, i], rows["temperature"])
-            tokens = tokens.at[:, i].set(jnp.where(live, token, -1))
-            logprobs = logprobs.at[:, i].set(jnp.where(live, logprob, 0.0))
+            logits = head_logits(head_table(params, config), hidden, config)
+            token, (tokens, logprobs, top) = draw((tokens, logprobs, top), i, logits, u_WN[:, i], rows, grammars)
             if routing is not None:
                 routed = routed.at[:, i].set(routing[:, 0])
-            if top is not None:
-                best = likeliest(z, rows, top_logprobs)
-                top = top[0].at[:, i].set(best[0]), top[1].at[:, i].set(best[1])
             return cache, advance(rows, token, grammars), tokens, logprobs, routed, top
 
         if slot_W is None:
@@ -217,6 +213,80 @@ def decode_fn(
         return cache, put_back(all_rows, rows, slot_W), *out
 
     return decode
+
+
+def verify_fn(config: DecoderConfig, forward: Forward, chunk: int, top_logprobs: int) -> Callable[..., Any]:
+    """One forward of some rows over their pending token and a draft behind it; emits as `decode` does, T = K + 1 at most.
+
+    A row emits up to the first token that is not its draft's, at least one. What was written behind it is written anew before
+    it is read. Logits exist for all T positions at once: the head's weights are read once, as those of the layers.
+    """
+
+    def verify(
+        params: Params,
+        cache: Cache,
+        rows: Rows,
+        armed: Rows,
+        grammars: Grammars | None,
+        slot_W: Int[Array, "W"],
+        draft_WK: Int[Array, "W K"],
+    ) -> tuple[Cache, Rows, Array, Array, Array | None, tuple[Array, Array] | None]:
+        """`draft_WK`: -1 behind the end of a draft, which may be empty."""
+        all_rows = arm(rows, armed)
+        rows = pick(all_rows, slot_W)
+        width, length = draft_WK.shape[0], draft_WK.shape[1] + 1
+        ahead = jnp.arange(length)
+        valid_WT = rows["live"][:, None] & (ahead <= jnp.sum(draft_WK >= 0, axis=1)[:, None])
+        pos_WT = jnp.where(valid_WT, rows["pos"][:, None] + ahead, 0)
+        token_WT = jnp.where(valid_WT, jnp.concatenate([rows["token"][:, None], draft_WK], axis=1), 0)
+        attend = attend_slots(slot_W, pos_WT, valid_WT, chunk, config.attention)
+        x, cache, routing = forward(params, cache, token_WT, pos_WT, attend)
+        hidden = rms_norm(x, params["norm"], config.norm_eps, config.plus_one_norms)
+        logits_WTV = head_logits(head_table(params, config), hidden, config)
+        u_WT = uniforms(rows["key"], rows["pos"][:, None] + 1 + ahead)
+        next_WT = jnp.pad(draft_WK, ((0, 0), (0, 1)), constant_values=-1)
+
+        def going_on(carry: tuple[Array, Array, Rows, Any]) -> Array:
+            i, going, _, _ = carry
+            return (i < length) & jnp.any(going)
+
+        def step(carry: tuple[Array, Array, Rows, Any]) -> tuple[Array, Array, Rows, Any]:
+            i, going, rows, emitted = carry
+            here = {**rows, "live": going}
+            token, emitted = draw(emitted, i, logits_WTV[:, i], u_WT[:, i], here, grammars)
+            after = advance(here, token, grammars)
+            live = jnp.where(going, after["live"], rows["live"])
+            return i + 1, after["live"] & (token == next_WT[:, i]), {**after, "live": live}, emitted
+
+        start = jnp.int32(0), rows["live"], rows, nothing_drawn(width, length, top_logprobs)
+        _, _, rows, (tokens, logprobs, top) = jax.lax.while_loop(going_on, step, start)
+        return cache, put_back(all_rows, rows, slot_W), tokens, logprobs, routing, top
+
+    return verify
+
+
+Drawn = tuple[Array, Array, tuple[Array, Array] | None]  # tokens [W, N], log-probs, and the likeliest tokens and theirs
+
+
+def nothing_drawn(rows: int, length: int, top_logprobs: int) -> Drawn:
+    ranked = rows, length, top_logprobs
+    top = (jnp.zeros(ranked, jnp.int32), jnp.zeros(ranked, jnp.float32)) if top_logprobs else None
+    return jnp.full(ranked[:2], -1, jnp.int32), jnp.zeros(ranked[:2], jnp.float32), top
+
+
+def draw(
+    drawn: Drawn, i: Array, logits_WV: Float[Array, "W V"], u_W: Float[Array, "W"], rows: Rows, grammars: Grammars | None
+) -> tuple[Int[Array, "W"], Drawn]:
+    """Draws a token for every row, and writes those of live rows at place i."""
+    tokens, logprobs, top = drawn
+    z = scores(logits_WV, rows, grammars)
+    token, logprob = choose(z, u_W, rows["temperature"])
+    tokens = tokens.at[:, i].set(jnp.where(rows["live"], token, -1))
+    logprobs = logprobs.at[:, i].set(jnp.where(rows["live"], logprob, 0.0))
+    if top is not None:
+        best = likeliest(z, rows, top[0].shape[2])
+        top = top[0].at[:, i].set(best[0]), top[1].at[:, i].set(best[1])
+    return token, (tokens, logprobs, top)
 
 
 def fed_logprobs(

@@ -56,19 +56,28 @@ class Rig:
         self.cache = self.steps.append(self.params, self.cache, slot, token, start, count)[0]
 
     def decode(
-        self, begin: dict[int, tuple[int, int]] | None = None, left: int = 20, stop: int = -1, used: int = 0
+        self,
+        begin: dict[int, tuple[int, int]] | None = None,
+        left: int = 20,
+        stop: int = -1,
+        used: int = 0,
+        drafts: np.ndarray | None = None,
     ) -> tuple[np.ndarray, ...]:
-        """One decode call; `begin` arms slots with (pending token, its position)."""
+        """One decode call, or one that verifies drafts; `begin` arms slots with (pending token, its position)."""
         armed = {name: np.zeros(old.shape, old.dtype) for name, old in self.rows.items()}
         armed["mask"] = np.zeros(SLOTS, bool)
         armed["temperature"][:], armed["top_p"][:], armed["stop"][:] = 1.0, 1.0, stop
         for slot, (token, pos) in (begin or {}).items():
             armed["mask"][slot] = armed["live"][slot] = True
             armed["token"][slot], armed["pos"][slot], armed["left"][slot], armed["key"][slot] = token, pos, left, (7, slot)
-        slots = np.asarray([2, 0, SLOTS, 1], np.int32) if used else None
-        state = self.params, self.cache, self.rows, armed
-        self.cache, self.rows, tokens, logprobs, *_ = self.steps.decode(*state, None, slots, used)
-        order = [1, 3, 0] if used else slice(None)  # back to the order of the slots
+        some = used or drafts is not None
+        slots = np.asarray([2, 0, SLOTS, 1], np.int32) if some else None
+        state = self.params, self.cache, self.rows, armed, None, slots
+        if drafts is None:
+            self.cache, self.rows, tokens, logprobs, *_ = self.steps.decode(*state, used)
+        else:
+            self.cache, self.rows, tokens, logprobs, *_ = self.steps.verify(*state, drafts[[2, 0, 0, 1]])
+        order = [1, 3, 0] if some else slice(None)  # back to the order of the slots
         return np.asarray(tokens)[order], np.asarray(logprobs)[order]
 
 
@@ -122,6 +131,49 @@ def test_reading_the_positions_in_use_in_one_pass_gives_the_same_tokens(fresh: R
     fresh.append([(1, 6, row[6:7])])  # the pending token
     after = fresh.decode({1: (1, 7)})  # what was kept in the slots is what the next turn sees
     assert_equal_to_full_forward(fresh, row, after[0][1], after[1][1])
+
+
+def test_a_verified_draft_gives_what_decoding_gives_and_leaves_what_it_leaves(fresh: Rig) -> None:
+    prompts = {0: prompt(fresh, 7, 1), 1: prompt(fresh, 6, 3), 2: prompt(fresh, 3, 2)}
+    begin = {slot: (tokens[-1], len(tokens) - 1) for slot, tokens in prompts.items()}
+    for slot, tokens in prompts.items():
+        fresh.append([(slot, 0, tokens[:-1])])
+    said = np.concatenate([fresh.decode(begin)[0], fresh.decode()[0]], axis=1)
+    fresh.clear()
+    for slot, tokens in prompts.items():
+        fresh.append([(slot, 0, tokens[:-1])])
+    drafts = said[:, :3].copy()
+    drafts[1, 1] = (drafts[1, 1] + 1) % 40  # one that comes true, one that does not from its second token on, and none
+    drafts[2] = -1
+    found, logprobs = fresh.decode(begin, drafts=drafts)
+    counts = [4, 2, 1]
+    np.testing.assert_array_equal(found, np.where(np.arange(4) < np.asarray(counts)[:, None], said[:, :4], -1))
+    assert fresh.rows["pos"].tolist() == [len(prompts[i]) - 1 + counts[i] for i in range(3)]
+    after, logprobs_after = fresh.decode()
+    for slot, count in enumerate(counts):
+        np.testing.assert_array_equal(after[slot], said[slot, count : count + DECODE])
+        both = (
+            np.concatenate([found[slot, :count], after[slot]]),
+            np.concatenate([logprobs[slot, :count], logprobs_after[slot]]),
+        )
+        assert_equal_to_full_forward(fresh, prompts[slot], *both)
+
+
+def test_a_stop_or_an_empty_budget_within_a_draft_ends_the_turn(fresh: Rig) -> None:
+    tokens = prompt(fresh, 4)
+    begin = {0: (tokens[-1], 3)}
+    fresh.append([(0, 0, tokens[:-1])])
+    free, _ = fresh.decode(begin)
+    drafts = np.full((SLOTS, 3), -1)
+    drafts[0] = free[0, :3]
+    for ends in ({"stop": int(free[0, 1])}, {"left": 2}):
+        fresh.clear()
+        fresh.append([(0, 0, tokens[:-1])])
+        found, _ = fresh.decode(begin, drafts=drafts, **ends)
+        count = min(2, free[0].tolist().index(ends["stop"]) + 1 if "stop" in ends else 2)
+        np.testing.assert_array_equal(found[0], [*free[0, :count], *[-1] * (4 - count)])
+        np.testing.assert_array_equal(found[1:], -1)
+        assert not fresh.rows["live"].any()
 
 
 def test_appending_in_pieces_equals_appending_at_once(fresh: Rig) -> None:
