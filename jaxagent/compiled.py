@@ -1,4 +1,5 @@
-"""What a compiled program moves between devices, read from its text: which collectives, how large, in which loop.
+"""What a compiled program moves, read from its text: between devices, which collectives, how large, in which loop; and how
+many bytes to and from a device's memory.
 
 The text is XLA's (`jax.stages.Compiled.as_text`), of any back end. Nothing here knows JAX.
 """
@@ -21,6 +22,12 @@ _ARRAY = re.compile(r"\b([a-z]+\d*\w*)\[([\d,]*)\]")
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _CHAIN = re.compile(r'chain_id="(\d+)"')
+_COST = re.compile(r'"bytes_accessed":"?(\d+)')
+_ALIASES = re.compile(r'"aliasing_operands":\{"lists":\[(.*?\})\]\}')
+_BRANCH = re.compile(r"(?:true|false)_computation=%([\w.\-]+)")
+_TYPED = re.compile(r"\b([a-z]+\d*\w*\[[\d,]*\])(\{[^}]*\})?")
+_FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "optimization-barrier"}
+_PARTIAL = {"dynamic-slice", "slice", "gather"}  # read of their operand what they give
 
 
 @dataclass(frozen=True)
@@ -124,6 +131,76 @@ def _collective(computation: str, line: str, lines: list[str], loop: tuple[str, 
     source = _OP_NAME.search(line)
     overlapped |= bool(_CHAIN.search(line))
     return Collective(kind, tuple(arrays), loop[0], loop[1], source[1] if source else "", overlapped, loop[2])
+
+
+def moved_bytes(text: str, trips: int = 1) -> float:
+    """Bytes that a TPU program reads from and writes to a chip's main memory, by the text of all it runs.
+
+    Every instruction reads its operands and writes its result, but for what lies in the chip's fast memory, for what it
+    changes in place, of which only the change counts, and for operands of which it reads slices. A kernel counts as it says
+    of itself. Of alternatives the cheapest counts, which is what rows without settings take.
+
+    Args:
+        trips: of loops whose number of runs the compiler does not know.
+    """
+    computations = dict(_computations(text))
+    types = {i[1]: i[2] for lines in computations.values() for line in lines if (i := _INSTRUCTION.match(line))}
+
+    def of(computation: str) -> float:
+        return sum(moved(line, *i.groups()[1:3]) for line in computations[computation] if (i := _INSTRUCTION.match(line)))
+
+    def moved(line: str, result: str, opcode: str) -> float:
+        called = {how: re.findall(r"[\w.\-]+", names) for how, names in _CALLED.findall(line)}
+        if opcode in _FREE or opcode.endswith("-done"):
+            return 0
+        if opcode == "while":
+            return (int(runs[1]) if (runs := _TRIPS.search(line)) else trips) * of(called["body"][0])
+        if opcode == "conditional":
+            return min(of(name) for name in called.get("branch_computations", _BRANCH.findall(line)))
+        if opcode == "call":
+            return of(called["to_apply"][0])
+        if opcode == "custom-call":
+            return int(cost[1]) if (cost := _COST.search(line)) else 0
+        if opcode.endswith("-start") and opcode != "all-reduce-start":
+            return _size_bytes(_TYPED.findall(result)[1][0])  # into fast memory or out of it; what it is made of comes first
+        operands = [types[name] for name in _operands(line, opcode) if name in types]
+        fused = computations.get(called.get("calls", [""])[0], [])
+        return _of_operation(result, operands, opcode, _shared(line), fused)
+
+    return of("ENTRY")
+
+
+def _shared(line: str) -> set[int]:
+    """Operands whose memory is the result's too, by their number."""
+    found = _ALIASES.search(line)
+    return {int(first) for first in re.findall(r'\["(\d+)"', found[1])} if found else set()
+
+
+def _of_operation(result: str, operands: list[str], opcode: str, shared: set[int], fused: list[str]) -> float:
+    read = [_main_bytes(type_) for type_ in operands]
+    for i in range(len(operands)):
+        used = _sliced(fused, i) if fused else _main_bytes(result) if opcode in _PARTIAL and i == 0 else None
+        read[i] = read[i] if used is None else min(read[i], used)
+    if opcode in ("dynamic-update-slice", "scatter"):
+        shared = {0}
+    if not shared:
+        return sum(read) + _main_bytes(result)
+    changes = sum(size for i, size in enumerate(read) if i not in shared)
+    whole = sum(_main_bytes(type_) for i, type_ in enumerate(operands) if i in shared)
+    return 2 * changes + max(0, _main_bytes(result) - whole)
+
+
+def _sliced(fused: list[str], number: int) -> float | None:
+    """Bytes that a fusion takes of an operand, where it takes nothing but slices of it."""
+    instructions = [i for line in fused if (i := _INSTRUCTION.match(line))]
+    name = next((i[1] for i in instructions if i[3] == "parameter" and i[4].startswith(f"{number})")), None)
+    users = [i for i in instructions if name is not None and re.search(rf"%{re.escape(name)}\b", i[4])]
+    partial = users and all(i[3] in _PARTIAL and i[4].startswith(f"%{name}") for i in users)
+    return sum(_size_bytes(array) for i in users for array in _arrays(i[2])) if partial else None
+
+
+def _main_bytes(type_: str) -> int:
+    return sum(_size_bytes(array) for array, layout in _TYPED.findall(type_) if "S(" not in layout)
 
 
 def _operands(line: str, opcode: str) -> list[str]:

@@ -21,14 +21,17 @@ import numpy as np
 from flax import nnx
 
 from jaxagent.engine.answers import fail, resolve, tell
-from jaxagent.engine.cache import Cache, new_cache, read_slot
+from jaxagent.engine.cache import Cache, cache_of
 from jaxagent.engine.control_table import ControlTable, wants_controls
 from jaxagent.engine.controls import ControlSizes, Rows, new_controls
+from jaxagent.engine.memory import PageMemory, SlotMemory
 from jaxagent.engine.options import EngineOptions, EngineStats, used_lengths
+from jaxagent.engine.pages import PageTable
 from jaxagent.engine.programs import Call, compiled_here, prepare
 from jaxagent.engine.slots import AWAY, Row, SlotTable
 from jaxagent.engine.steps import make_steps, new_rows
 from jaxagent.engine.stops import end_of, sample_of
+from jaxagent.models.attention_paged import paged_attention
 from jaxagent.models.transformer import Decoder, DecoderConfig, Params, logical_axes, params_of
 from jaxagent.sharding import DeviceMesh
 from jaxagent.types import Sample, SampleRequest, Vocabulary
@@ -45,7 +48,9 @@ class Engine:
 
     def __init__(self, config: DecoderConfig, options: EngineOptions, mesh: DeviceMesh, vocabulary: Vocabulary | None = None):
         self.options = o = options
-        self.table = SlotTable(o.slots, o.slot_tokens, o.fork_min_tokens)
+        pages = PageTable(o.slots, o.slot_tokens, o.chunk, o.pages) if o.pages else None
+        form = paged_attention(config.attention, mesh) if o.pages else None
+        self.table = SlotTable(o.slots, o.slot_tokens, o.fork_min_tokens, pages, o.decode_tokens)
         dtype = jnp.dtype(o.dtype)
         self._steps = make_steps(
             config,
@@ -55,10 +60,12 @@ class Engine:
             mesh=mesh,
             record_routing=o.record_routing,
             top_logprobs=o.top_logprobs,
+            pages=form,
         )
         self._lengths = used_lengths(o.chunk, o.slot_tokens)
         self._widths = sorted({-(-o.slots // parts) for parts in (1, 4)})
-        self._cache = mesh.place(new_cache(config, o.slots, o.slot_tokens, dtype), (None, "kv_heads"))
+        cache = mesh.place(cache_of(config, o, form), (None, "kv_heads"))
+        self._memory = PageMemory(self._steps, cache, o, pages) if pages else SlotMemory(self._steps, cache, o)
         sizes = ControlSizes(**{name: getattr(o, name) for name in ControlSizes.__annotations__})
         self.controls = ControlTable(sizes, config.vocab_size, mesh, vocabulary)
         plain = new_rows(o.slots, o.stop_tokens)
@@ -198,7 +205,10 @@ class Engine:
 
     def _until_room(self) -> float | None:
         """Seconds until a slot may be taken from a trajectory whose tool is slow; None where nobody waits for one."""
-        row = self.table.idle_longest() if self.options.offload_after_s else None
+        stuck = self.table.pages is not None and not self.table.sampling  # else who waits for pages might wait for ever
+        row = self.table.idle_longest() if self.options.offload_after_s or stuck else None
+        if stuck and row:
+            return 0.0
         return max(0.0, row.idle_since + self.options.offload_after_s - time.monotonic()) if row else None
 
     def _make_room(self) -> None:
@@ -206,20 +216,27 @@ class Engine:
         while self._until_room() == 0.0:
             row = self.table.idle_longest()
             assert row is not None
-            if row.cached:
-                row.stash = jax.device_get(self._steps.stash(self._cache, row.slot, self._copied_length(row.cached)))
-            self._stats.offloaded += row.cached
+            self._save(row)
             self.table.vacate(row)
             self.table.admit()
+
+    def _save(self, row: Row) -> None:
+        """Moves what a row has in the cache to host memory; a turn in progress is frozen."""
+        if row.stash is None and row.filled and not row.source:
+            row.stash = self._memory.save(row)
+            self._stats.offloaded += row.filled
+        if row.request and row.tokens:
+            self._freeze(row)
 
     def _tick(self) -> None:
         began = time.monotonic()
         self._make_room()
         self._prefill()
-        rows = [row for row in self.table.by_slot if row and row.request]
+        rows = [row for row in self.table.by_slot if row and row.request and not row.paused]
         slot_W, used = self._active(rows)
-        state = self._params, self._cache, self._rows, self._armed, self.controls.grammars
-        self._cache, self._rows, tokens, logprobs, routing, top = self._steps.decode(*state, slot_W, used)
+        state = self._params, self._memory.cache, self._rows, self._armed, self.controls.grammars
+        out = self._steps.decode(*state, slot_W, used, self._memory.table)
+        self._memory.cache, self._rows, tokens, logprobs, routing, top = out
         self._armed = self._no_arming()
         tokens_WN, logprobs_WN = np.asarray(tokens), np.asarray(logprobs)
         at = list(range(len(rows))) if slot_W is not None else [row.slot for row in rows]
@@ -239,14 +256,19 @@ class Engine:
         width = next(width for width in self._widths if width >= len(rows))
         slot_W = np.full(width, self.options.slots, np.int32)  # beyond the last slot: nobody
         slot_W[: len(rows)] = [row.slot for row in rows]
+        if self.table.pages:  # each row's own are read
+            return slot_W, 0
         held = max((row.known + len(row.tokens) - 1 for row in rows), default=0)
         return slot_W, next(length for length in self._lengths if length >= held)
 
     def _prefill(self) -> None:
         """Puts the fed tokens of new turns, but the pending ones, into the cache, and arms their rows."""
+        for row in self.table.fit():
+            self._save(row)
         for row in self.table.take_returned():
             if row.stash is not None:
-                self._cache, row.stash = self._steps.restore(self._cache, row.slot, row.stash), None
+                self._memory.bring_back(row)
+                row.stash = None
         begun = self.table.take_begun()
         rows = self.options.append_rows
         for bucket, work in self.table.chunks(self.options.append_tokens, rows):
@@ -256,7 +278,8 @@ class Engine:
             self._fork(forks[i : i + rows])
         for row in begun:
             self._arm(row)
-        self._control([row for row in begun if self._armed["controlled"][row.slot]])
+        # A turn that goes on has its controls on the device, as they have become.
+        self._control([row for row in begun if self._armed["controlled"][row.slot] and not row.tokens])
 
     def _control(self, begun: list[Row]) -> None:
         """Writes the controls of new turns that have some."""
@@ -276,8 +299,8 @@ class Engine:
             slot_R[i], start_R[i], count_R[i] = row.slot, row.cached, len(tokens)
             token_RA[i, : len(tokens)] = tokens
         score = self.controls.score(work, rows)
-        appended = self._steps.append(self._params, self._cache, slot_R, token_RA, start_R, count_R, score)
-        self._cache, routing, logprobs = appended
+        given = self._params, self._memory.cache, slot_R, token_RA, start_R, count_R, score, self._memory.table
+        self._memory.cache, routing, logprobs = self._steps.append(*given)
         if score is not None and score[1].any():
             self.controls.keep_fed(work, np.asarray(logprobs))
         if routing is not None:
@@ -290,24 +313,12 @@ class Engine:
         self._stats.prefilled += int(count_R.sum())
 
     def _fork(self, forks: list[Row]) -> None:
-        src_R = np.zeros(self.options.append_rows, np.int32)
-        dst_R = np.full(self.options.append_rows, self.options.slots, np.int32)  # beyond the last slot: dropped
-        longest = 0
-        for i, row in enumerate(forks):
+        self._memory.fork(forks)
+        for row in forks:
             assert row.source is not None
-            src_R[i], dst_R[i] = row.source.slot, row.slot
-            longest = max(longest, row.cached)
             self._stats.forked += row.cached
             row.routing = list(row.source.prompt_routing)
-            row.source = None
-        self._cache = self._steps.fork(self._cache, src_R, dst_R, self._copied_length(longest))
-
-    def _copied_length(self, used: int) -> int:
-        """The static length that is copied of a slot: a power of two of chunks, so that few programs exist."""
-        length = self.options.chunk
-        while length < used:
-            length *= 2
-        return min(length, self.options.slot_tokens)
+            row.source, row.copies = None, []
 
     def _arm(self, row: Row) -> None:
         request = row.request
@@ -315,9 +326,9 @@ class Engine:
         state = {
             "mask": True,
             "token": row.pending,
-            "pos": row.known - 1,
+            "pos": row.known - 1 + len(row.tokens),
             "live": True,
-            "left": request.sampling.max_tokens,
+            "left": request.sampling.max_tokens - len(row.tokens),
             "key": request.key,
             "temperature": request.sampling.temperature,
             "top_k": request.sampling.top_k,
@@ -402,42 +413,34 @@ class Engine:
     def _warm_up(self) -> None:
         prepare(self._calls())
         self.controls.warm_up()
-        jax.block_until_ready(self._cache)
+        jax.block_until_ready(self._memory.cache)
         self._compiled = compiled_here()
 
     def _calls(self) -> Iterator[Call]:
         """One call of every program that there will be, which changes nothing that counts."""
         o, rows = self.options, self.options.append_rows
-        none, nowhere = np.zeros(rows, np.int32), np.full(rows, o.slots, np.int32)
+        none = np.zeros(rows, np.int32)
 
         def hold(cache: Cache | None = None, rows: Rows | None = None) -> None:
-            self._cache, self._rows = cache or self._cache, rows or self._rows
+            self._memory.cache, self._rows = cache or self._memory.cache, rows or self._rows
 
         def append(bucket: int) -> tuple[object, ...]:
             token_RA = np.zeros((rows, bucket), np.int32)
-            return self._params, self._cache, none, token_RA, none, none, self.controls.score([], rows)
+            score = self.controls.score([], rows)
+            return self._params, self._memory.cache, none, token_RA, none, none, score, self._memory.table
 
         def decode(width: int | None, used: int) -> tuple[object, ...]:
             slot_W = None if width is None else np.full(width, o.slots, np.int32)
-            return self._params, self._cache, self._rows, self._armed, self.controls.grammars, slot_W, used
-
-        def restore(length: int) -> tuple[object, ...]:
-            stash = jax.eval_shape(partial(read_slot, used=length), self._cache, none[0])
-            return self._cache, o.slots, jax.tree.map(lambda part: np.zeros(part.shape, part.dtype), stash)
+            state = self._params, self._memory.cache, self._rows, self._armed, self.controls.grammars
+            return *state, slot_W, used, self._memory.table
 
         for bucket in o.append_tokens:
             yield Call(self._steps.append, partial(append, bucket), lambda out: hold(out[0]))
-        length = 0
-        while length < o.slot_tokens:
-            length = self._copied_length(length + 1)
-            if o.fork_min_tokens <= o.slot_tokens:
-                yield Call(self._steps.fork, lambda length=length: (self._cache, none, nowhere, length), hold)
-            if o.offload_after_s:
-                yield Call(self._steps.stash, lambda length=length: (self._cache, 0, length), lambda out: None)
-                yield Call(self._steps.restore, partial(restore, length), hold)
+        yield from self._memory.calls()
         settle = lambda: (self._rows, *self.controls.controls([], rows, []))  # noqa: E731
         yield Call(self._steps.settle, settle, lambda out: hold(rows=out))
-        for width, used in [(None, 0)] if o.exact else itertools.product(self._widths, self._lengths):
+        lengths = [0] if o.pages else self._lengths
+        for width, used in [(None, 0)] if o.exact else itertools.product(self._widths, lengths):
             yield Call(self._steps.decode, partial(decode, width, used), lambda out: hold(*out[:2]))
 
     def _abandon(self) -> None:

@@ -14,7 +14,8 @@ class EngineOptions:
     decode_tokens: int = 16  # tokens per decode call
     append_rows: int = 8  # R, rows per prefill call
     append_tokens: tuple[int, ...] = (64,)  # A, prefill lengths that are compiled
-    chunk: int = 128  # cache positions that attention reads at once
+    chunk: int = 128  # cache positions that attention reads at once; tokens of a page
+    pages: int = 0  # that all slots share, one more than hold tokens, and take as they grow; 0: slot_tokens are a slot's own
     exact: bool = True  # no bit of a row depends on its neighbours; else only rows and positions in use are computed
     fork_min_tokens: int = 32  # shorter prompts are prefilled again instead of copied
     stop_tokens: int = 4  # most stop ids of a request
@@ -36,6 +37,11 @@ class EngineOptions:
         if self.recompute and self.record_routing:
             raise ValueError(
                 "engine.recompute does not go with learner.replay_routing: a token would have two choices of experts"
+            )
+        if self.pages < 0 or 0 < self.pages <= self.slot_tokens // self.chunk:
+            raise ValueError(
+                f"engine.pages must be 0 or more than a slot's slot_tokens / chunk = {self.slot_tokens // self.chunk} (one page "
+                f"belongs to nobody), got {self.pages}"
             )
         if self.offload_after_s < 0:
             raise ValueError(f"engine.offload_after_s must not be negative, got {self.offload_after_s}")
