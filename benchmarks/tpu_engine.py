@@ -14,10 +14,9 @@ import time
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tpu import MODELS, decoder  # first: it keeps JAX from looking for devices
+from tpu import decoder  # first: it keeps JAX from looking for devices
 
 # isort: split
-import jax
 import numpy as np
 from flax import nnx
 
@@ -84,9 +83,8 @@ def rows(job: Job, layers: int, programs: list[str], slots: bool) -> Any:
     if held > limit:
         yield [*told, "none", f"{held / 1e9:.2f}: does not fit {limit / 1e9:.1f}", *[""] * (len(COLUMNS) - 4)]
         return
-    found = {**engine.lower(), "fork": fork(engine)}
     for name in programs:
-        yield [*told, name, *measure(engine, config, name, found[name])]
+        yield [*told, name, *measure(engine, config, name)]
 
 
 def shapes(config: DecoderConfig, job: Job, slots: bool = False) -> EngineShapes:
@@ -99,13 +97,15 @@ def shapes(config: DecoderConfig, job: Job, slots: bool = False) -> EngineShapes
     return EngineShapes(config, options, mesh, params_of(nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0))))[1])
 
 
-def measure(engine: EngineShapes, config: DecoderConfig, name: str, lowered: jax.stages.Lowered) -> list[str]:
+def measure(engine: EngineShapes, config: DecoderConfig, name: str) -> list[str]:
     """The rest of a program's row."""
     began = time.monotonic()
-    program = lowered.compile()
+    program = getattr(engine.steps, name).lower(*arguments(engine)[name]).compile()
     text, memory, cache = program.as_text(), program.memory_analysis(), size_bytes(engine.cache)
     o = engine.options
-    moved, must = moved_bytes(text, trips=o.slot_tokens // o.chunk), must_move(engine, config, name)
+    # The compiler does not tell how often the loop over tokens runs, nor those over a slot's chunks: here both as often.
+    assert o.decode_tokens == o.slot_tokens // o.chunk
+    moved, must = moved_bytes(text, trips=o.decode_tokens), must_move(engine, config, name)
     if name == "decode":
         moved /= o.decode_tokens
     changed = {"publish": 0, "decode": cache + size_bytes(engine.rows)}.get(name, cache)
@@ -122,10 +122,10 @@ def measure(engine: EngineShapes, config: DecoderConfig, name: str, lowered: jax
     ]
 
 
-def fork(engine: EngineShapes) -> jax.stages.Lowered:
-    """Copies a page of each row, or a whole slot."""
+def arguments(engine: EngineShapes) -> dict[str, tuple[Any, ...]]:
+    """What the programs are called with; fork copies a page of each row, or a whole slot."""
     o, none = engine.options, np.zeros(engine.options.append_rows, np.int32)
-    return engine.steps.fork.lower(engine.cache, none, none, *(() if o.pages else (o.slot_tokens,)))
+    return {**engine.arguments(), "fork": (engine.cache, none, none, *(() if o.pages else (o.slot_tokens,)))}
 
 
 def must_move(engine: EngineShapes, config: DecoderConfig, name: str) -> float:
@@ -139,8 +139,12 @@ def must_move(engine: EngineShapes, config: DecoderConfig, name: str) -> float:
     read = weights if config.tied_head else weights - size_bytes(engine.weights["embed"])  # of which a row a token is looked up
     if name == "decode":
         return read + per_token * o.slots * o.slot_tokens
-    read -= size_bytes(engine.weights["embed" if config.tied_head else "head"])
-    return read + per_token * o.append_rows * o.slot_tokens
+    last = engine.weights["blocks"][-1]  # of which keys and values are all that is wanted
+    unused = size_bytes(
+        {part: w for part, w in last.items() if part not in ("attn_norm", "k", "v", "k_bias", "v_bias", "k_norm")}
+    )
+    read -= unused + size_bytes(engine.weights["embed" if config.tied_head else "head"])
+    return read + per_token * o.append_rows * o.slot_tokens * (1 - 1 / config.layers)
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ _ALIASES = re.compile(r'"aliasing_operands":\{"lists":\[(.*?\})\]\}')
 _BRANCH = re.compile(r"(?:true|false)_computation=%([\w.\-]+)")
 _TYPED = re.compile(r"\b([a-z]+\d*\w*\[[\d,]*\])(\{[^}]*\})?")
 _FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "optimization-barrier"}
+_CHANGES = {"dynamic-update-slice": 1, "scatter": 2}  # which operand is what they put into the first
 _PARTIAL = {"dynamic-slice", "slice", "gather"}  # read of their operand what they give
 
 
@@ -177,17 +178,24 @@ def _shared(line: str) -> set[int]:
 
 
 def _of_operation(result: str, operands: list[str], opcode: str, shared: set[int], fused: list[str]) -> float:
-    read = [_main_bytes(type_) for type_ in operands]
-    for i in range(len(operands)):
-        used = _sliced(fused, i) if fused else _main_bytes(result) if opcode in _PARTIAL and i == 0 else None
-        read[i] = read[i] if used is None else min(read[i], used)
-    if opcode in ("dynamic-update-slice", "scatter"):
-        shared = {0}
-    if not shared:
+    read: list[float] = [_main_bytes(type_) for type_ in operands]
+    for number in range(len(operands)):
+        used = _sliced(fused, number) if fused else _main_bytes(result) if opcode in _PARTIAL and number == 0 else None
+        read[number] = read[number] if used is None else min(read[number], used)
+    if opcode in _CHANGES:
+        shared, changed = {0}, [operands[_CHANGES[opcode]]] if len(operands) > 1 else []
+    else:
+        within = {i[1]: i for line in fused if (i := _INSTRUCTION.match(line))}
+        into = [_names(i[4])[_CHANGES[i[3]]] for i in within.values() if i[3] in _CHANGES]
+        changed = [within[name][2] for name in into if name in within]
+    if not shared or not changed:
         return sum(read) + _main_bytes(result)
-    changes = sum(size for i, size in enumerate(read) if i not in shared)
-    whole = sum(_main_bytes(type_) for i, type_ in enumerate(operands) if i in shared)
-    return 2 * changes + max(0, _main_bytes(result) - whole)
+    written = sum(_size_bytes(array) for type_ in changed for array in _arrays(type_)) if _main_bytes(result) else 0
+    return sum(size for number, size in enumerate(read) if number not in shared) + written
+
+
+def _names(arguments: str) -> list[str]:
+    return re.findall(r"%([\w.\-]+)", arguments.split("), ")[0])
 
 
 def _sliced(fused: list[str], number: int) -> float | None:
@@ -204,7 +212,7 @@ def _main_bytes(type_: str) -> int:
 
 
 def _operands(line: str, opcode: str) -> list[str]:
-    return re.findall(r"%([\w.\-]+)", line.split(f" {opcode}(", 1)[1].split("), ")[0])
+    return _names(line.split(f" {opcode}(", 1)[1])
 
 
 def _arrays_of(name: str, lines: list[str]) -> list[str]:

@@ -259,19 +259,15 @@ def update_temporaries(learner: Learner) -> int:
 def decode_temporaries(run: Shapes) -> int:
     """Bytes of a decode call beside its arguments, estimated: logits, scores of what is read, and the copy of what is in use.
 
-    A TPU copies slots for the loop in any case, with the width of heads, innermost in values, filled up to 128; no pages, from
-    which other devices gather a chunk at a time.
+    A TPU copies slots for the loop in any case, with the width of heads, innermost in values, up to 128; nothing copies pages.
     """
     o, c, tensor, cache = run.engine_options, run.decoder, run.mesh.size["tensor"], size_bytes(run.engine.cache)
     logits = 3 * o.slots * c.vocab_size // tensor * 4
     read = o.chunk if o.exact or o.pages else o.slot_tokens + o.decode_tokens
     scores = 2 * o.slots * max(1, c.heads // tensor) * read * 4
-    if o.pages:
-        copied = 0
-    elif run.mesh.platform == "tpu":
+    copied = 0 if o.exact or o.pages else cache
+    if run.mesh.platform == "tpu" and not o.pages:
         copied = int(cache / 2 * (1 + math.ceil(c.head_width / 128) * 128 / c.head_width))
-    else:
-        copied = 0 if o.exact else cache
     return logits + scores + copied
 
 

@@ -126,6 +126,10 @@ class EngineShapes:
 
     def lower(self) -> dict[str, jax.stages.Lowered]:
         """publish, append of the longest length, and decode of all slots with all their positions."""
+        return {name: getattr(self.steps, name).lower(*given) for name, given in self.arguments().items()}
+
+    def arguments(self) -> dict[str, tuple[Any, ...]]:
+        """What the engine calls its largest programs with."""
         o = self.options
         slot_R, token_RA = np.zeros(o.append_rows, np.int32), np.zeros((o.append_rows, o.append_tokens[-1]), np.int32)
         armed = {name: np.zeros(x.shape, x.dtype) for name, x in self.plain.items()}
@@ -136,9 +140,9 @@ class EngineShapes:
         score = (slot_R, np.zeros(o.append_rows, np.float32)) if o.prompt_logprobs else None
         table = np.zeros((o.slots, o.slot_tokens // o.chunk), np.int32) if o.pages else None
         return {
-            "publish": self.steps.publish.lower(self.given),
-            "append": self.steps.append.lower(self.weights, self.cache, slot_R, token_RA, slot_R, slot_R, score, table),
-            "decode": self.steps.decode.lower(self.weights, self.cache, self.rows, armed, None, *whole, table),
+            "publish": (self.given,),
+            "append": (self.weights, self.cache, slot_R, token_RA, slot_R, slot_R, score, table),
+            "decode": (self.weights, self.cache, self.rows, armed, None, *whole, table),
         }
 
 

@@ -207,6 +207,8 @@ class SlotTable:
             return
         turns = sorted((row for row in self.by_slot if row and row.request), key=lambda row: row.number)
         for i, row in enumerate(turns):
+            if not row.request:  # its turn has ended meanwhile
+                continue
             while not (grown := self._grow(row)) and (victim := self._victim(turns[i + 1 :])):
                 yield victim
                 self._yield_pages(victim)

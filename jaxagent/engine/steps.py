@@ -121,7 +121,7 @@ def make_steps(
         ahead = jnp.arange(token_RA.shape[1])
         valid_RA = ahead < count_R[:, None]
         pos_RA = jnp.where(valid_RA, start_R[:, None] + ahead, 0)
-        if pages is None:
+        if pages is None or table_CM is None:
             attend = attend_slots(slot_R, pos_RA, valid_RA, chunk, config.attention)
         else:
             attend = attend_pages(pages, jnp.take(table_CM, slot_R, axis=0, mode="clip"), start_R, count_R)
@@ -217,7 +217,7 @@ def decode_fn(
             cache, rows, tokens, logprobs, routed, top = carry
             live = rows["live"]
             pos = jnp.where(live, rows["pos"], 0)[:, None]
-            if pages is not None:
+            if pages is not None and table is not None:
                 attend = attend_pages(pages, table, pos[:, 0], live.astype(jnp.int32))
             elif slot_W is None:
                 attend = attend_slots(None, pos, live[:, None], chunk, config.attention)

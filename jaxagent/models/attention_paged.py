@@ -160,9 +160,9 @@ class Paged:
         """Writes the keys and values of new tokens, and lets their queries attend; `new` is q, k and v."""
 
         def on_a_device(q: Array, k: Array, v: Array, *rest: Array) -> tuple[Array, Array, Array]:
-            keys, values, *where = rest
-            written = write_pages((keys, values), k, v, *where, interpret=self.interpret)
-            return self(q, written, *where, sliding), *written
+            keys, values, table, start, count = rest
+            written = write_pages((keys, values), k, v, table, start, count, interpret=self.interpret)
+            return self(q, written, table, start, count, sliding), *written
 
         copies = pages[0].shape[1] // new[1].shape[2]  # of each key head
         q, k, v = new[0], *(jnp.repeat(part, copies, axis=2) for part in new[1:])

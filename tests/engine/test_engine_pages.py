@@ -203,7 +203,7 @@ def test_new_weights_in_the_middle_of_turns_are_computed_again_in_pages_of_each_
 
 
 def test_a_cache_of_fewer_pages_than_a_trajectory_needs_is_refused() -> None:
-    with pytest.raises(ValueError, match="engine.pages must be 0 or more than a slot's slot_tokens / chunk = 6"):
+    with pytest.raises(ValueError, match=r"engine\.pages must be 0 or more than a slot's slot_tokens / chunk = 6"):
         replace(SLOTS, pages=6)
 
 
