@@ -101,6 +101,7 @@ def get_config(arg: str = "") -> ConfigDict:
     c.engine.append_rows = 8  # rows per prefill call
     c.engine.append_tokens = (64,)  # prefill lengths that are compiled
     c.engine.chunk = 128  # cache positions read at once; equal to slot_tokens reads the slot in one pass
+    c.engine.pages = 0  # of chunk tokens, that slots share and take as they grow; 0: each slot keeps slot_tokens of its own
     c.engine.exact = True  # no bit of a trajectory depends on its neighbours; false computes rows and positions in use only
     c.engine.draft_tokens = 0  # guessed from what a group said and heard, and verified in one forward; 0: none; not with exact
     c.engine.offload_after_s = 0.0  # a tool this slow loses its slot, if others want it, to host memory; 0: never

@@ -1,4 +1,5 @@
-"""What a compiled program moves between devices, read from its text: which collectives, how large, in which loop.
+"""What a compiled program moves, read from its text: between devices, which collectives, how large, in which loop; and how
+many bytes to and from a device's memory.
 
 The text is XLA's (`jax.stages.Compiled.as_text`), of any back end. Nothing here knows JAX.
 """
@@ -21,6 +22,13 @@ _ARRAY = re.compile(r"\b([a-z]+\d*\w*)\[([\d,]*)\]")
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _CHAIN = re.compile(r'chain_id="(\d+)"')
+_COST = re.compile(r'"bytes_accessed":"?(\d+)')
+_ALIASES = re.compile(r'"aliasing_operands":\{"lists":\[(.*?\})\]\}')
+_BRANCH = re.compile(r"(?:true|false)_computation=%([\w.\-]+)")
+_TYPED = re.compile(r"\b([a-z]+\d*\w*\[[\d,]*\])(\{[^}]*\})?")
+_FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "optimization-barrier"}
+_CHANGES = {"dynamic-update-slice": 1, "scatter": 2}  # which operand is what they put into the first
+_PARTIAL = {"dynamic-slice", "slice", "gather"}  # read of their operand what they give
 
 
 @dataclass(frozen=True)
@@ -126,8 +134,85 @@ def _collective(computation: str, line: str, lines: list[str], loop: tuple[str, 
     return Collective(kind, tuple(arrays), loop[0], loop[1], source[1] if source else "", overlapped, loop[2])
 
 
+def moved_bytes(text: str, trips: int = 1) -> float:
+    """Bytes that a TPU program reads from and writes to a chip's main memory, by the text of all it runs.
+
+    Every instruction reads its operands and writes its result, but for what lies in the chip's fast memory, for what it
+    changes in place, of which only the change counts, and for operands of which it reads slices. A kernel counts as it says
+    of itself. Of alternatives the cheapest counts, which is what rows without settings take.
+
+    Args:
+        trips: of loops whose number of runs the compiler does not know.
+    """
+    computations = dict(_computations(text))
+    types = {i[1]: i[2] for lines in computations.values() for line in lines if (i := _INSTRUCTION.match(line))}
+
+    def of(computation: str) -> float:
+        return sum(moved(line, *i.groups()[1:3]) for line in computations[computation] if (i := _INSTRUCTION.match(line)))
+
+    def moved(line: str, result: str, opcode: str) -> float:
+        called = {how: re.findall(r"[\w.\-]+", names) for how, names in _CALLED.findall(line)}
+        if opcode in _FREE or opcode.endswith("-done"):
+            return 0
+        if opcode == "while":
+            return (int(runs[1]) if (runs := _TRIPS.search(line)) else trips) * of(called["body"][0])
+        if opcode == "conditional":
+            return min(of(name) for name in called.get("branch_computations", _BRANCH.findall(line)))
+        if opcode == "call":
+            return of(called["to_apply"][0])
+        if opcode == "custom-call":
+            return int(cost[1]) if (cost := _COST.search(line)) else 0
+        if opcode.endswith("-start") and opcode != "all-reduce-start":
+            return _size_bytes(_TYPED.findall(result)[1][0])  # into fast memory or out of it; what it is made of comes first
+        operands = [types[name] for name in _operands(line, opcode) if name in types]
+        fused = computations.get(called.get("calls", [""])[0], [])
+        return _of_operation(result, operands, opcode, _shared(line), fused)
+
+    return of("ENTRY")
+
+
+def _shared(line: str) -> set[int]:
+    """Operands whose memory is the result's too, by their number."""
+    found = _ALIASES.search(line)
+    return {int(first) for first in re.findall(r'\["(\d+)"', found[1])} if found else set()
+
+
+def _of_operation(result: str, operands: list[str], opcode: str, shared: set[int], fused: list[str]) -> float:
+    read: list[float] = [_main_bytes(type_) for type_ in operands]
+    for number in range(len(operands)):
+        used = _sliced(fused, number) if fused else _main_bytes(result) if opcode in _PARTIAL and number == 0 else None
+        read[number] = read[number] if used is None else min(read[number], used)
+    if opcode in _CHANGES:
+        shared, changed = {0}, [operands[_CHANGES[opcode]]] if len(operands) > 1 else []
+    else:
+        within = {i[1]: i for line in fused if (i := _INSTRUCTION.match(line))}
+        into = [_names(i[4])[_CHANGES[i[3]]] for i in within.values() if i[3] in _CHANGES]
+        changed = [within[name][2] for name in into if name in within]
+    if not shared or not changed:
+        return sum(read) + _main_bytes(result)
+    written = sum(_size_bytes(array) for type_ in changed for array in _arrays(type_)) if _main_bytes(result) else 0
+    return sum(size for number, size in enumerate(read) if number not in shared) + written
+
+
+def _names(arguments: str) -> list[str]:
+    return re.findall(r"%([\w.\-]+)", arguments.split("), ")[0])
+
+
+def _sliced(fused: list[str], number: int) -> float | None:
+    """Bytes that a fusion takes of an operand, where it takes nothing but slices of it."""
+    instructions = [i for line in fused if (i := _INSTRUCTION.match(line))]
+    name = next((i[1] for i in instructions if i[3] == "parameter" and i[4].startswith(f"{number})")), None)
+    users = [i for i in instructions if name is not None and re.search(rf"%{re.escape(name)}\b", i[4])]
+    partial = users and all(i[3] in _PARTIAL and i[4].startswith(f"%{name}") for i in users)
+    return sum(_size_bytes(array) for i in users for array in _arrays(i[2])) if partial else None
+
+
+def _main_bytes(type_: str) -> int:
+    return sum(_size_bytes(array) for array, layout in _TYPED.findall(type_) if "S(" not in layout)
+
+
 def _operands(line: str, opcode: str) -> list[str]:
-    return re.findall(r"%([\w.\-]+)", line.split(f" {opcode}(", 1)[1].split("), ")[0])
+    return _names(line.split(f" {opcode}(", 1)[1])
 
 
 def _arrays_of(name: str, lines: list[str]) -> list[str]:

@@ -259,16 +259,15 @@ def update_temporaries(learner: Learner) -> int:
 def decode_temporaries(run: Shapes) -> int:
     """Bytes of a decode call beside its arguments, estimated: logits, also of drafts, scores of what is read, what it copies.
 
-    A TPU copies the cache for the loop in any case, with the width of heads, innermost in values, filled up to 128.
+    A TPU copies slots for the loop in any case, with the width of heads, innermost in values, up to 128; nothing copies pages.
     """
     o, c, tensor, cache = run.engine_options, run.decoder, run.mesh.size["tensor"], size_bytes(run.engine.cache)
     logits = 3 * o.slots * (1 + o.draft_tokens) * c.vocab_size // tensor * 4
-    read = o.chunk if o.exact else o.slot_tokens + o.decode_tokens
+    read = o.chunk if o.exact or o.pages else o.slot_tokens + o.decode_tokens
     scores = 2 * o.slots * max(1, c.heads // tensor) * read * 4
-    if run.mesh.platform == "tpu":
+    copied = 0 if o.exact or o.pages else cache
+    if run.mesh.platform == "tpu" and not o.pages:
         copied = int(cache / 2 * (1 + math.ceil(c.head_width / 128) * 128 / c.head_width))
-    else:
-        copied = 0 if o.exact else cache
     return logits + scores + copied
 
 
@@ -289,12 +288,13 @@ def programs(run: Shapes) -> dict[str, Any]:
     while length < o.slot_tokens:
         length, doublings = min(max(o.chunk, 2 * length), o.slot_tokens), doublings + 1
     widths = {-(-o.slots // parts) for parts in (1, 4)}
+    positions = [o.slot_tokens] if o.exact or o.pages else used_lengths(o.chunk, o.slot_tokens)
     engine = {
         "append": len(o.append_tokens),
-        "decode": 1 if o.exact else len(widths) * len(used_lengths(o.chunk, o.slot_tokens)),
+        "decode": 1 if o.exact else len(widths) * len(positions),
         "verify": len(widths) if o.draft_tokens else 0,
-        "fork": doublings if o.fork_min_tokens <= o.slot_tokens else 0,
-        "stash and restore": 2 * doublings if o.offload_after_s else 0,
+        "fork": (1 if o.pages else doublings) if o.fork_min_tokens <= o.slot_tokens else 0,
+        "stash and restore": 2 * doublings if o.offload_after_s or o.pages else 0,
         "publish and settle": 2,
     }
     learner = {"gradient and update": 2, "zeros": 2, "score": 1 if run.scores else 0}
@@ -302,7 +302,7 @@ def programs(run: Shapes) -> dict[str, Any]:
     total = sum(engine.values()) * len(run.replicas) + sum(learner.values())
     return {
         "prefill_lengths": list(o.append_tokens),
-        "decode_positions": [o.slot_tokens] if o.exact else used_lengths(o.chunk, o.slot_tokens),
+        "decode_positions": positions,
         "of_each_replica": engine,
         "of_the_learner": learner,
         "all": total,

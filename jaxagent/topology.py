@@ -16,10 +16,11 @@ from jax.experimental import topologies
 from jax.experimental.compilation_cache import compilation_cache
 
 from jaxagent.compiled import Collective
-from jaxagent.engine.cache import new_cache
+from jaxagent.engine.cache import cache_of
 from jaxagent.engine.controls import ControlSizes, new_controls
 from jaxagent.engine.engine import EngineOptions, used_lengths
 from jaxagent.engine.steps import make_steps, new_rows
+from jaxagent.models.attention_paged import paged_attention
 from jaxagent.models.transformer import Decoder, DecoderConfig, Params, logical_axes
 from jaxagent.sharding import DeviceMesh
 
@@ -95,6 +96,7 @@ class EngineShapes:
     def __init__(self, config: DecoderConfig, options: EngineOptions, mesh: DeviceMesh, trained: Params):
         """Args: trained: the learner's weights, for their types; mesh: one replica, only its tensor axis is cut."""
         self.options, self.mesh = options, mesh
+        form = paged_attention(config.attention, mesh) if options.pages else None
         self.steps: Any = make_steps(
             config,
             dtype=jnp.dtype(options.dtype),
@@ -103,37 +105,52 @@ class EngineShapes:
             mesh=mesh,
             record_routing=options.record_routing,
             top_logprobs=options.top_logprobs,
+            pages=form,
         )
+        self.whole_keys = bool(config.kv_heads % mesh.size["tensor"])
         axes = logical_axes(nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0))))
         self.given = jax.tree.map(self._shape, trained, axes)
         layers = {name: a[1:] for name, a in axes["blocks"].items()}
         weights = jax.eval_shape(self.steps.publish, trained)
-        each = {name: layers[name] for name in weights["blocks"][0]}
+        each = {name: self._flattened(layers[name], len(w.shape)) for name, w in weights["blocks"][0].items()}
         named = {**{name: axes[name] for name in weights}, "blocks": (each,) * config.layers}
         self.weights = jax.tree.map(self._shape, weights, named)
         o = options
-        cache = jax.eval_shape(lambda: new_cache(config, o.slots, o.slot_tokens, jnp.dtype(o.dtype)))
+        cache = jax.eval_shape(lambda: cache_of(config, o, form))
         self.cache = jax.tree.map(lambda x: self._shape(x, (None, "kv_heads")), cache)
         self.plain = jax.eval_shape(lambda: new_rows(o.slots, o.stop_tokens))
         sizes = ControlSizes(**{name: getattr(o, name) for name in ControlSizes.__annotations__})
         self.rows = jax.tree.map(self._shape, self.plain | jax.eval_shape(lambda: new_controls(o.slots, sizes)))
+
+    def _flattened(self, axes: tuple[str | None, ...], rank: int) -> tuple[str | None, ...]:
+        """The names of a linear map's dimensions where it has become a matrix [in, out]."""
+        if len(axes) == rank or self.mesh.platform != "tpu":
+            return axes
+        # Too few key heads to be cut are too few as columns of a matrix, whose number does not show it.
+        return tuple(None if axis == "kv_heads" and self.whole_keys else axis for axis in axes if axis != "head")
 
     def _shape(self, x: Any, axes: tuple[str | None, ...] = ()) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.mesh.sharding(axes, x.shape))
 
     def lower(self) -> dict[str, jax.stages.Lowered]:
         """publish, append of the longest length, and decode of all slots with all their positions."""
+        return {name: getattr(self.steps, name).lower(*given) for name, given in self.arguments().items()}
+
+    def arguments(self) -> dict[str, tuple[Any, ...]]:
+        """What the engine calls its largest programs with."""
         o = self.options
         slot_R, token_RA = np.zeros(o.append_rows, np.int32), np.zeros((o.append_rows, o.append_tokens[-1]), np.int32)
         armed = {name: np.zeros(x.shape, x.dtype) for name, x in self.plain.items()}
         armed |= {"mask": np.zeros(o.slots, bool), "controlled": np.zeros(o.slots, bool)}
-        whole = (None, 0) if o.exact else (np.zeros(o.slots, np.int32), used_lengths(o.chunk, o.slot_tokens)[-1])
+        used = 0 if o.pages else used_lengths(o.chunk, o.slot_tokens)[-1]
+        whole = (None, 0) if o.exact else (np.zeros(o.slots, np.int32), used)
         # As the engine calls it: what scores fed tokens is there only where requests may ask for it.
         score = (slot_R, np.zeros(o.append_rows, np.float32)) if o.prompt_logprobs else None
+        table = np.zeros((o.slots, o.slot_tokens // o.chunk), np.int32) if o.pages else None
         return {
-            "publish": self.steps.publish.lower(self.given),
-            "append": self.steps.append.lower(self.weights, self.cache, slot_R, token_RA, slot_R, slot_R, score),
-            "decode": self.steps.decode.lower(self.weights, self.cache, self.rows, armed, None, *whole),
+            "publish": (self.given,),
+            "append": (self.weights, self.cache, slot_R, token_RA, slot_R, slot_R, score, table),
+            "decode": (self.weights, self.cache, self.rows, armed, None, *whole, table),
         }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jaxagent.compiled import collectives, summary
+from jaxagent.compiled import collectives, moved_bytes, summary
 
 TEXT = """HloModule jit_step
 
@@ -75,3 +75,75 @@ def test_the_summary_adds_up_each_kind_and_leaves_small_ones_out() -> None:
     assert summary(found, smallest_bytes=1000) == "1 all-gather 0.0 MB (1 overlapped), 1 reduce-scatter 0.0 MB"
     assert "1 collective-permute of products" in summary(found)
     assert summary([]) == "none"
+
+
+MOVING = """HloModule jit_decode
+
+%scatter.1 (held: bf16[64,8], at: s32[2], new: bf16[2,8]) -> bf16[64,8] {
+  %held = bf16[64,8]{1,0} parameter(0)
+  %at = s32[2]{0} parameter(1)
+  %new = bf16[2,8]{1,0} parameter(2)
+  ROOT %put = bf16[64,8]{1,0} scatter(%held, %at, %new), to_apply=%keep
+}
+
+%part.1 (table: bf16[100,8], at: s32[2]) -> bf16[2,8] {
+  %table.1 = bf16[100,8]{1,0} parameter(0)
+  %at.1 = s32[2]{0} parameter(1)
+  ROOT %rows = bf16[2,8]{1,0} gather(%table.1, %at.1)
+}
+
+%plain.1 (q: bf16[2,8]) -> bf16[2,8] {
+  %q = bf16[2,8]{1,0} parameter(0)
+  ROOT %copy.1 = bf16[2,8]{1,0} copy(%q)
+}
+
+%asked.1 (q: bf16[2,8]) -> bf16[2,8] {
+  %q.1 = bf16[2,8]{1,0} parameter(0)
+  %much = f32[2,1000]{1,0} broadcast(%q.1)
+  ROOT %copy.2 = bf16[2,8]{1,0} copy(%q.1)
+}
+
+%body.1 (carry: (bf16[64,8], bf16[100,8])) -> (bf16[64,8], bf16[100,8]) {
+  %carry = (bf16[64,8]{1,0}, bf16[100,8]{1,0}) parameter(0)
+  %cache = bf16[64,8]{1,0} get-tuple-element(%carry), index=0
+  %table = bf16[100,8]{1,0} get-tuple-element(%carry), index=1
+  %i = s32[2]{0:S(1)} constant({1, 2})
+  %looked = bf16[2,8]{1,0} fusion(%table, %i), kind=kLoop, calls=%part.1
+  %grown = bf16[64,8]{1,0} fusion(%cache, %i, %looked), kind=kCustom, calls=%scatter.1, backend_config={IN_PLACE}
+  %fast = (bf16[64,8]{1,0:S(1)}, bf16[64,8]{1,0}, u32[]) copy-start(%grown)
+  %near = bf16[64,8]{1,0:S(1)} copy-done(%fast)
+  %seen = bf16[2,8]{1,0} custom-call(%looked, %grown), custom_call_target="tpu_custom_call", backend_config={KERNEL}
+  %said = bf16[2,8]{1,0} conditional(%i, %seen, %seen), true_computation=%asked.1, false_computation=%plain.1
+  ROOT %t = (bf16[64,8]{1,0}, bf16[100,8]{1,0}) tuple(%grown, %table)
+}
+
+ENTRY %main.1 (a: bf16[64,8], b: bf16[100,8]) -> (bf16[64,8], bf16[100,8]) {
+  %a = bf16[64,8]{1,0} parameter(0)
+  %b = bf16[100,8]{1,0} parameter(1)
+  %start = (bf16[64,8]{1,0}, bf16[100,8]{1,0}) tuple(%a, %b)
+  ROOT %loop = (bf16[64,8]{1,0}, bf16[100,8]{1,0}) while(%start), condition=%c, body=%body.1TRIPS
+}
+"""
+
+
+IN_PLACE = '"aliasing_operands":{"lists":[{"indices":["0","3"]}]}'
+MOVING = MOVING.replace("KERNEL", '"cost_estimate":{"bytes_accessed":"640"}')
+
+
+def test_bytes_are_of_slices_changes_and_the_cheapest_alternative_for_every_run_of_a_loop() -> None:
+    row = 2 * 8 * 2
+    step = 2 * row  # looked up: read and written
+    step += 2 * row  # the change of the cache: read, and put into it; not its other rows
+    step += 64 * 8 * 2  # all of it into fast memory, once
+    step += 640  # as the kernel says
+    step += 2 * row  # the alternative that copies only
+    text = MOVING.replace("IN_PLACE", IN_PLACE)
+    known = text.replace("TRIPS", ', backend_config={"known_trip_count":{"n":"5"}}')
+    assert moved_bytes(known) == 5 * step
+    assert moved_bytes(text.replace("TRIPS", ""), trips=3) == 3 * step
+
+
+def test_a_change_that_is_not_in_place_moves_everything() -> None:
+    text = MOVING.replace("TRIPS", "")
+    changed = moved_bytes(text.replace("IN_PLACE", IN_PLACE))
+    assert moved_bytes(text.replace("IN_PLACE", "")) - changed == 2 * 64 * 8 * 2 - 2 * 8 * 2

@@ -21,13 +21,15 @@ from jax.experimental import topologies
 from jax.experimental.compilation_cache import compilation_cache
 
 from jaxagent.algos.table import TABLE
-from jaxagent.compiled import Collective, collectives
+from jaxagent.compiled import Collective, collectives, moved_bytes
 from jaxagent.engine.cache import new_cache
 from jaxagent.engine.controls import ControlSizes, Grammars, new_controls
+from jaxagent.engine.options import EngineOptions
 from jaxagent.engine.steps import Steps, make_steps, new_rows
 from jaxagent.learner import Learner, LearnerOptions
-from jaxagent.models.transformer import Decoder, DecoderConfig, Params, logical_axes, params_of, unstack
+from jaxagent.models.transformer import Decoder, DecoderConfig, Params, logical_axes, params_of
 from jaxagent.sharding import DeviceMesh
+from jaxagent.topology import EngineShapes, size_bytes
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason='libtpu is not installed: pip install -e ".[tpu]" brings the compiler'
@@ -125,12 +127,8 @@ class Programs:
         )
         axes = logical_axes(nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0))))
         self.trained = jax.tree.map(lambda x, a: self.shape(x, a), shapes(config), axes)
-        bf16 = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16), shapes(config))
-        layers = {name: a[1:] for name, a in axes["blocks"].items()}
-        sliced = jax.eval_shape(lambda params: unstack(params, config.layers), bf16)
-        self.params = jax.tree.map(
-            lambda x, a: self.shape(x, a), sliced, {**axes, "blocks": tuple(layers for _ in range(config.layers))}
-        )
+        options = EngineOptions(slots=self.SLOTS, slot_tokens=self.LENGTH, dtype="bfloat16")
+        self.params = EngineShapes(config, options, mesh, shapes(config)).weights
         cache = jax.eval_shape(lambda: new_cache(config, self.SLOTS, self.LENGTH, jnp.bfloat16))
         self.cache = jax.tree.map(lambda x: self.shape(x, (None, "kv_heads")), cache)
         self.plain = new_rows(self.SLOTS, self.STOPS)
@@ -167,3 +165,30 @@ def test_the_engines_programs_compile_and_gather_no_weights(mesh: Callable[..., 
         assert all(one.size_bytes < smallest_weight for one in found if one.kind == "all-gather"), name
         if name != "publish":
             assert program.memory_analysis().alias_size_in_bytes > 0  # the cache is changed in place
+
+
+@pytest.mark.parametrize("tensor", [1, 2, 4], ids=["one chip", "as many key heads as shards", "fewer"])
+def test_over_pages_a_call_moves_little_more_than_it_must_and_copies_no_cache(
+    mesh: Callable[..., DeviceMesh], tensor: int
+) -> None:
+    config = tiny.config(**SIZES)
+    options = EngineOptions(
+        slots=16, slot_tokens=2048, decode_tokens=4, append_tokens=(128,), pages=16 * 16 + 1, dtype="bfloat16", top_logprobs=0
+    )
+    engine = EngineShapes(config, options, next(mesh(tensor=tensor, data=4 // tensor).replicas()), shapes(config))
+    weights, cache, none = size_bytes(engine.weights), size_bytes(engine.cache), np.zeros(8, np.int32)
+    lowered = {**engine.lower(), "fork": engine.steps.fork.lower(engine.cache, none, none)}
+    held = cache * (1 - 1 / options.pages)
+    least = {"decode": 4 * (weights + held), "append": weights + held / 2, "fork": 2 * 8 * cache / options.pages}
+    for name, must in least.items():
+        program = lowered[name].compile()
+        text, memory = program.as_text(), program.memory_analysis()
+        moved = moved_bytes(text, trips=4)  # of the loop over tokens
+        assert moved <= 1.3 * must, name
+        assert moved >= (must / 2 if name == "append" else must), name  # whose last layer needs its keys and values only
+        assert memory.temp_size_in_bytes <= 0.1 * cache, name
+        assert memory.alias_size_in_bytes >= cache, name  # all of it is changed in place
+        assert not [way for way in ("infeed", "outfeed", " send(", " recv(", "S(5)") if way in text], name
+        gathered = [one for one in collectives(text) if one.kind == "all-gather"]
+        assert all(one.size_bytes < cache / 100 for one in gathered), name
+        assert ("tpu_custom_call" in text) == (name != "fork")

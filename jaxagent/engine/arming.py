@@ -26,16 +26,16 @@ class Arming:
         self._told: HostRows | None = None
 
     def arm(self, row: Row) -> None:
-        """The row's turn begins."""
+        """The row's turn begins, or goes on."""
         request = row.request
         assert request is not None
         told = self._told = self._told or self._blank()
         state = {
             "mask": True,
             "token": row.pending,
-            "pos": row.known - 1,
+            "pos": row.known - 1 + len(row.tokens),
             "live": True,
-            "left": request.sampling.max_tokens,
+            "left": request.sampling.max_tokens - len(row.tokens),
             "key": request.key,
             "temperature": request.sampling.temperature,
             "top_k": request.sampling.top_k,

@@ -13,10 +13,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
+from jaxagent.engine.options import EngineOptions
 from jaxagent.models.attention import NEGATIVE, Attend, AttentionSpec, attend_cached, dot, group_queries, soft_cap
+from jaxagent.models.attention_paged import Paged, PagedReference
 from jaxagent.models.transformer import DecoderConfig
 
-LayerCache = tuple[Array, Array]  # keys [C, K, H, S], values [C, K, S, H]
+LayerCache = tuple[Array, Array]  # keys [C, K, H, S], values [C, K, S, H]; or as a form of pages has them
+PageForm = Paged | PagedReference
 Cache = tuple[LayerCache, ...]
 
 
@@ -25,6 +28,43 @@ def new_cache(config: DecoderConfig, slots: int, length: int, dtype: jnp.dtype) 
     heads, width = config.kv_heads, config.head_width
     keys, values = (slots, heads, width, length), (slots, heads, length, width)
     return tuple((jnp.zeros(keys, dtype), jnp.zeros(values, dtype)) for _ in range(config.layers))
+
+
+def cache_of(config: DecoderConfig, options: EngineOptions, form: PageForm | None) -> Cache:
+    """An engine's empty cache: slots, or pages, which slots take as they grow (pages.py)."""
+    o, dtype = options, jnp.dtype(options.dtype)
+    if form is None:
+        return new_cache(config, o.slots, o.slot_tokens, dtype)
+    return tuple(form.new(o.pages, o.chunk, config.kv_heads, config.head_width, dtype) for _ in range(config.layers))
+
+
+def attend_pages(form: PageForm, table_BM: Int[Array, "B M"], start_B: Int[Array, "B"], count_B: Int[Array, "B"]) -> Attend:
+    """Writes the first `count` of a call's keys and values from `start` on into the row's pages, then attends to these.
+
+    Args:
+        table_BM: each row's pages, in order.
+    """
+
+    def attend(q: Array, k: Array, v: Array, cache: LayerCache, sliding: bool | Array) -> tuple[Array, LayerCache]:
+        assert isinstance(sliding, bool)  # layers are unrolled here
+        return form.attend((q, k, v), cache, table_BM, start_B, count_B, sliding)
+
+    return attend
+
+
+def copy_pages(cache: Cache, src_R: Int[Array, "R"], dst_R: Int[Array, "R"]) -> Cache:
+    """Copies page src[i] to page dst[i]; a dst beyond the last is dropped."""
+    return jax.tree.map(lambda held: held.at[dst_R].set(held[src_R], mode="drop"), cache)
+
+
+def read_pages(cache: Cache, page_n: Int[Array, "n"]) -> Cache:
+    """The contents of some pages."""
+    return jax.tree.map(lambda held: held[page_n], cache)
+
+
+def put_pages(cache: Cache, page_n: Int[Array, "n"], stash: Cache) -> Cache:
+    """Puts what `read_pages` gave into other pages; a page beyond the last is dropped."""
+    return jax.tree.map(lambda held, kept: held.at[page_n].set(kept, mode="drop"), cache, stash)
 
 
 def attend_slots(

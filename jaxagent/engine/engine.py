@@ -24,16 +24,19 @@ from flax import nnx
 
 from jaxagent.engine.answers import fail, resolve, tell
 from jaxagent.engine.arming import Arming
-from jaxagent.engine.cache import Cache, new_cache, read_slot
+from jaxagent.engine.cache import Cache, cache_of
 from jaxagent.engine.control_table import ControlTable, wants_controls
 from jaxagent.engine.controls import ControlSizes, Rows, new_controls
 from jaxagent.engine.flight import SOON, Flight, Pace
+from jaxagent.engine.memory import PageMemory, SlotMemory
 from jaxagent.engine.options import EngineOptions, EngineStats, used_lengths
+from jaxagent.engine.pages import PageTable
 from jaxagent.engine.programs import Call, compiled_here, prepare
 from jaxagent.engine.slots import AWAY, Row, SlotTable
 from jaxagent.engine.speculation import Speculation
 from jaxagent.engine.steps import make_steps, new_rows
 from jaxagent.engine.stops import end_of, sample_of
+from jaxagent.models.attention_paged import paged_attention
 from jaxagent.models.transformer import Decoder, DecoderConfig, Params, logical_axes, params_of
 from jaxagent.sharding import DeviceMesh
 from jaxagent.types import Sample, SampleRequest, Vocabulary
@@ -50,7 +53,9 @@ class Engine:
 
     def __init__(self, config: DecoderConfig, options: EngineOptions, mesh: DeviceMesh, vocabulary: Vocabulary | None = None):
         self.options = o = options
-        self.table = SlotTable(o.slots, o.slot_tokens, o.fork_min_tokens)
+        pages = PageTable(o.slots, o.slot_tokens, o.chunk, o.pages) if o.pages else None
+        form = paged_attention(config.attention, mesh) if o.pages else None
+        self.table = SlotTable(o.slots, o.slot_tokens, o.fork_min_tokens, pages, o.decode_tokens)
         dtype = jnp.dtype(o.dtype)
         self._steps = make_steps(
             config,
@@ -60,13 +65,15 @@ class Engine:
             mesh=mesh,
             record_routing=o.record_routing,
             top_logprobs=o.top_logprobs,
+            pages=form,
         )
         self._lengths = used_lengths(o.chunk, o.slot_tokens)
         self.widths = sorted({-(-o.slots // parts) for parts in (1, 4)})
         # On a CPU others run too, and wall time counts their turns, most of all in long calls.
         clock = time.process_time if mesh.platform == "cpu" else time.perf_counter
         self.speculation = Speculation(o.draft_tokens, o.decode_tokens, self.widths, 2 * o.slots * o.slot_tokens, clock)
-        self._cache = mesh.place(new_cache(config, o.slots, o.slot_tokens, dtype), (None, "kv_heads"))
+        cache = mesh.place(cache_of(config, o, form), (None, "kv_heads"))
+        self._memory = PageMemory(self._steps, cache, o, pages) if pages else SlotMemory(self._steps, cache, o)
         sizes = ControlSizes(**{name: getattr(o, name) for name in ControlSizes.__annotations__})
         self.controls = ControlTable(sizes, config.vocab_size, mesh, vocabulary)
         plain = new_rows(o.slots, o.stop_tokens)
@@ -79,7 +86,7 @@ class Engine:
         self._version = 0
         self._vocab_size = config.vocab_size
         self._stats = EngineStats()
-        self._pace = Pace(False if o.draft_tokens else o.overlap)  # drafts go by the last token that was read
+        self._pace = Pace(False if o.draft_tokens or o.pages else o.overlap)  # drafts and pages go by what was read
         self._flight: Flight | None = None  # sent and not read
         self._idle_since: float | None = None  # when it had nothing to decode any more
         self._inbox: deque[Callable[[], None]] = deque()
@@ -223,7 +230,10 @@ class Engine:
 
     def _until_room(self) -> float | None:
         """Seconds until a slot may be taken from a trajectory whose tool is slow; None where nobody waits for one."""
-        row = self.table.idle_longest() if self.options.offload_after_s else None
+        stuck = self.table.pages is not None and not self.table.sampling  # else who waits for pages might wait for ever
+        row = self.table.idle_longest() if self.options.offload_after_s or stuck else None
+        if stuck and row:
+            return 0.0
         return max(0.0, row.idle_since + self.options.offload_after_s - time.monotonic()) if row else None
 
     def _make_room(self) -> None:
@@ -231,11 +241,17 @@ class Engine:
         while self._until_room() == 0.0:
             row = self.table.idle_longest()
             assert row is not None
-            if row.cached:
-                row.stash = jax.device_get(self._steps.stash(self._cache, row.slot, self._copied_length(row.cached)))
-            self._stats.offloaded += row.cached
+            self._save(row)
             self.table.vacate(row)
             self.table.admit()
+
+    def _save(self, row: Row) -> None:
+        """Moves what a row has in the cache to host memory; a turn in progress is frozen."""
+        if row.stash is None and row.filled and not row.source:
+            row.stash = self._memory.save(row)
+            self._stats.offloaded += row.filled
+        if row.request and row.tokens:
+            self._arming.freeze(row.slot)
 
     def _tick(self) -> None:
         began = time.monotonic()
@@ -254,14 +270,14 @@ class Engine:
 
     def _speculate(self) -> None:
         """Decodes a segment of some rows and verifies drafts of the others; each call is read before the next is sent."""
-        jax.block_until_ready(self._cache)  # what calls take is measured
+        jax.block_until_ready(self._memory.cache)  # what calls take is measured
         for rows, drafts in self.speculation.calls(self._going_on()):
             if flight := self._send(rows, drafts, time.monotonic()):
                 self._collect(flight)
 
     def _going_on(self) -> list[Row]:
         """The rows that may sample another token."""
-        return [row for row in self.table.by_slot if row and self._left(row) > 0]
+        return [row for row in self.table.by_slot if row and not row.paused and self._left(row) > 0]
 
     def _left(self, row: Row) -> int:
         """How many tokens a row may sample behind those that are read or under way."""
@@ -272,15 +288,15 @@ class Engine:
         if not rows:
             return None
         slot_W, used = self._active(rows)
-        state = self._params, self._cache, self._rows, self._arming.take(), self.controls.grammars
+        state = self._params, self._memory.cache, self._rows, self._arming.take(), self.controls.grammars
         if drafts is None:
-            out = self._steps.decode(*state, slot_W, used)
+            out = self._steps.decode(*state, slot_W, used, self._memory.table)
         else:
-            assert slot_W is not None  # drafts are not for exact mode
+            assert slot_W is not None  # drafts are for neither exact mode nor pages
             draft_WK = np.full((len(slot_W), drafts.shape[1]), -1, np.int32)
             draft_WK[: len(rows)] = drafts
             out = self._steps.verify(*state, slot_W, draft_WK)
-        self._cache, self._rows, tokens, logprobs, routing, top = out
+        self._memory.cache, self._rows, tokens, logprobs, routing, top = out
         for part in jax.tree.leaves((tokens, logprobs, routing)):
             part.copy_to_host_async()
         for row in rows:
@@ -306,14 +322,19 @@ class Engine:
         width = next(width for width in self.widths if width >= len(rows))
         slot_W = np.full(width, self.options.slots, np.int32)  # beyond the last slot: nobody
         slot_W[: len(rows)] = [row.slot for row in rows]
+        if self.table.pages:  # each row's own are read
+            return slot_W, 0
         held = max(row.known + len(row.tokens) + row.ahead - 1 for row in rows)
         return slot_W, next(length for length in self._lengths if length >= held)
 
     def _prefill(self) -> None:
         """Puts the fed tokens of new turns, but the pending ones, into the cache, and arms their rows."""
+        for row in self.table.fit():
+            self._save(row)
         for row in self.table.take_returned():
             if row.stash is not None:
-                self._cache, row.stash = self._steps.restore(self._cache, row.slot, row.stash), None
+                self._memory.bring_back(row)
+                row.stash = None
         begun = self.table.take_begun()
         rows = self.options.append_rows
         for bucket, work in self.table.chunks(self.options.append_tokens, rows):
@@ -323,7 +344,8 @@ class Engine:
             self._fork(forks[i : i + rows])
         for row in begun:
             self._arming.arm(row)
-        self._control([row for row in begun if row.request and wants_controls(row.request.sampling)])
+        # A turn that goes on has its controls on the device, as they have become.
+        self._control([row for row in begun if row.request and wants_controls(row.request.sampling) and not row.tokens])
 
     def _control(self, begun: list[Row]) -> None:
         """Writes the controls of new turns that have some."""
@@ -343,8 +365,8 @@ class Engine:
             slot_R[i], start_R[i], count_R[i] = row.slot, row.cached, len(tokens)
             token_RA[i, : len(tokens)] = tokens
         score = self.controls.score(work, rows)
-        appended = self._steps.append(self._params, self._cache, slot_R, token_RA, start_R, count_R, score)
-        self._cache, routing, logprobs = appended
+        given = self._params, self._memory.cache, slot_R, token_RA, start_R, count_R, score, self._memory.table
+        self._memory.cache, routing, logprobs = self._steps.append(*given)
         if score is not None and score[1].any():
             self.controls.keep_fed(work, np.asarray(logprobs))
         if routing is not None:
@@ -357,24 +379,12 @@ class Engine:
         self._stats.prefilled += int(count_R.sum())
 
     def _fork(self, forks: list[Row]) -> None:
-        src_R = np.zeros(self.options.append_rows, np.int32)
-        dst_R = np.full(self.options.append_rows, self.options.slots, np.int32)  # beyond the last slot: dropped
-        longest = 0
-        for i, row in enumerate(forks):
+        self._memory.fork(forks)
+        for row in forks:
             assert row.source is not None
-            src_R[i], dst_R[i] = row.source.slot, row.slot
-            longest = max(longest, row.cached)
             self._stats.forked += row.cached
             row.routing = list(row.source.prompt_routing)
-            row.source = None
-        self._cache = self._steps.fork(self._cache, src_R, dst_R, self._copied_length(longest))
-
-    def _copied_length(self, used: int) -> int:
-        """The static length that is copied of a slot: a power of two of chunks, so that few programs exist."""
-        length = self.options.chunk
-        while length < used:
-            length *= 2
-        return min(length, self.options.slot_tokens)
+            row.source, row.copies = None, []
 
     def _collect(self, flight: Flight) -> None:
         """Reads a call's tokens, hands them to the rows, each row's at its place, and answers the turns that ended."""
@@ -450,45 +460,38 @@ class Engine:
     def _warm_up(self) -> None:
         prepare(self._calls())
         self.controls.warm_up()
-        jax.block_until_ready(self._cache)
+        jax.block_until_ready(self._memory.cache)
         self._compiled = compiled_here()
 
     def _calls(self) -> Iterator[Call]:
         """One call of every program that there will be, which changes nothing that counts."""
         o, rows = self.options, self.options.append_rows
-        none, nowhere = np.zeros(rows, np.int32), np.full(rows, o.slots, np.int32)
+        none = np.zeros(rows, np.int32)
 
         def hold(cache: Cache | None = None, rows: Rows | None = None) -> None:
-            self._cache, self._rows = cache or self._cache, rows or self._rows
+            self._memory.cache, self._rows = cache or self._memory.cache, rows or self._rows
 
         def append(bucket: int) -> tuple[object, ...]:
             token_RA = np.zeros((rows, bucket), np.int32)
-            return self._params, self._cache, none, token_RA, none, none, self.controls.score([], rows)
+            score = self.controls.score([], rows)
+            return self._params, self._memory.cache, none, token_RA, none, none, score, self._memory.table
 
         def decode(width: int | None, used: int) -> tuple[object, ...]:
             slot_W = None if width is None else np.full(width, o.slots, np.int32)
-            return self._params, self._cache, self._rows, self._arming.nothing, self.controls.grammars, slot_W, used
+            state = self._params, self._memory.cache, self._rows, self._arming.nothing, self.controls.grammars
+            return *state, slot_W, used, self._memory.table
 
         def verify(width: int) -> tuple[object, ...]:
-            return *decode(width, 0)[:-1], np.full((width, o.draft_tokens), -1, np.int32)
+            return *decode(width, 0)[:-2], np.full((width, o.draft_tokens), -1, np.int32)
 
-        def restore(length: int) -> tuple[object, ...]:
-            stash = jax.eval_shape(partial(read_slot, used=length), self._cache, none[0])
-            return self._cache, o.slots, jax.tree.map(lambda part: np.zeros(part.shape, part.dtype), stash)
 
         for bucket in o.append_tokens:
             yield Call(self._steps.append, partial(append, bucket), lambda out: hold(out[0]))
-        length = 0
-        while length < o.slot_tokens:
-            length = self._copied_length(length + 1)
-            if o.fork_min_tokens <= o.slot_tokens:
-                yield Call(self._steps.fork, lambda length=length: (self._cache, none, nowhere, length), hold)
-            if o.offload_after_s:
-                yield Call(self._steps.stash, lambda length=length: (self._cache, 0, length), lambda out: None)
-                yield Call(self._steps.restore, partial(restore, length), hold)
+        yield from self._memory.calls()
         settle = lambda: (self._rows, *self.controls.controls([], rows, []))  # noqa: E731
         yield Call(self._steps.settle, settle, lambda out: hold(rows=out))
-        for width, used in [(None, 0)] if o.exact else itertools.product(self.widths, self._lengths):
+        lengths = [0] if o.pages else self._lengths
+        for width, used in [(None, 0)] if o.exact else itertools.product(self.widths, lengths):
             yield Call(self._steps.decode, partial(decode, width, used), lambda out: hold(*out[:2]))
         for width in self.widths if o.draft_tokens else ():
             yield Call(self._steps.verify, partial(verify, width), lambda out: hold(*out[:2]))

@@ -16,7 +16,8 @@ class EngineOptions:
     decode_tokens: int = 16  # tokens per decode call
     append_rows: int = 8  # R, rows per prefill call
     append_tokens: tuple[int, ...] = (64,)  # A, prefill lengths that are compiled
-    chunk: int = 128  # cache positions that attention reads at once
+    chunk: int = 128  # cache positions that attention reads at once; tokens of a page
+    pages: int = 0  # that all slots share, one more than hold tokens, and take as they grow; 0: slot_tokens are a slot's own
     exact: bool = True  # no bit of a row depends on its neighbours; else only rows and positions in use are computed
     draft_tokens: int = 0  # most tokens that are guessed from a row's group and verified in one forward; 0: none
     fork_min_tokens: int = 32  # shorter prompts are prefilled again instead of copied
@@ -47,6 +48,14 @@ class EngineOptions:
             raise ValueError(
                 f"engine.draft_tokens={self.draft_tokens} needs engine.exact=False: the draws are the same, but the last bits "
                 "of log-probs depend on which tokens share a forward"
+            )
+        if self.draft_tokens and self.pages:
+            raise ValueError("engine.draft_tokens does not go with engine.pages: a draft is verified in slots")
+        whole = self.slot_tokens // self.chunk
+        if self.pages < 0 or 0 < self.pages <= whole:
+            raise ValueError(
+                f"engine.pages must be 0 or more than a slot's slot_tokens / chunk = {whole} (one page belongs to nobody), got "
+                f"{self.pages}"
             )
         if self.offload_after_s < 0:
             raise ValueError(f"engine.offload_after_s must not be negative, got {self.offload_after_s}")

@@ -34,6 +34,18 @@ class PageTable:
         """Pages that nobody holds."""
         return len(self._free)
 
+    def enough(self, tokens: int) -> bool:
+        """Whether so many tokens of a slot that holds none would find pages."""
+        return -(-tokens // self.page_tokens) <= self.free
+
+    def holds(self, slot: int) -> bool:
+        """Whether a slot has any page."""
+        return bool(self._held[slot])
+
+    def of(self, slot: int, tokens: int) -> list[int]:
+        """The pages of a slot's first tokens."""
+        return self.table[slot, : -(-tokens // self.page_tokens)].tolist()
+
     def grow(self, slot: int, tokens: int) -> None:
         """Gives a slot the pages that it lacks to hold so many tokens. Raises PagesExhausted, ValueError beyond its end."""
         wanted, held = -(-tokens // self.page_tokens), self._held[slot]

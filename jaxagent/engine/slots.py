@@ -3,6 +3,9 @@
 The host decides all placement; the device is told. A trajectory holds its slot, and so its keys and values, from its first
 request until it is released, also while its tool runs; where others want the slot and the tool is slow, what the slot holds may
 move to host memory meanwhile.
+
+Where keys and values lie in pages, a slot holds as many as its trajectory needs. When none is free, a trajectory that waits for
+its tool gives its own, moved to host memory; then the youngest turn in progress, which pauses. The eldest always goes on.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from jaxagent.engine.pages import PagesExhausted, PageTable
 from jaxagent.types import Rank, SampleRequest
 
 AWAY = -1  # the slot of a trajectory whose keys and values are in host memory
@@ -37,7 +41,10 @@ class Row:
     source: Row | None = None  # the row whose cache this one forks before its first turn
     turns_done: int = 0
     idle_since: float = 0.0  # when the last turn ended
-    stash: Any = None  # its keys and values in host memory, while it has no slot
+    stash: Any = None  # its keys and values in host memory, while it has no slot or no pages
+    number: int = 0  # counts trajectories in the order in which they came
+    paused: bool = False  # its turn waits for pages
+    copies: list[tuple[int, int]] = field(default_factory=list)  # pages that its fork copies, (from, to)
     routing: list[Any] = field(default_factory=list)  # recorded experts of this turn's tokens, in pieces
     prompt_routing: list[Any] = field(default_factory=list)  # those of the prompt's cached tokens, for who forks them
     fed_logprobs: list[float | None] = field(default_factory=list)  # of this turn's fed tokens, where they are asked for
@@ -51,14 +58,22 @@ class Row:
 
     @property
     def pending(self) -> int:
-        return self.held[-1]
+        """The token that is fed next."""
+        return (self.tokens or self.held)[-1] if self.request else self.held[-1]
+
+    @property
+    def filled(self) -> int:
+        """Positions in use: `cached`, and what this turn has sampled but for its pending token."""
+        sampled = len(self.tokens) if self.request and not self.backlog else 0
+        return min(self.cached + sampled, len(self.held) + sampled - 1)
 
 
 class SlotTable:
     """Slots, their owners, and the queue of requests that have no slot yet."""
 
-    def __init__(self, slots: int, length: int, fork_min: int):
-        self.length = length
+    def __init__(self, slots: int, length: int, fork_min: int, pages: PageTable | None = None, ahead: int = 1):
+        """Args: pages: who holds which, where slots hold pages; ahead: tokens that a call of decode may add to a row."""
+        self.length, self.pages, self.ahead = length, pages, ahead
         self.fork_min = fork_min  # shorter prompts are prefilled again instead of copied
         self.rows: dict[str, Row] = {}
         self.by_slot: list[Row | None] = [None] * slots
@@ -66,6 +81,7 @@ class SlotTable:
         self.waiting: deque[tuple[SampleRequest, Any]] = deque()
         self.begun: list[Row] = []
         self.returned: list[Row] = []  # rows with a slot again, whose keys and values must come back to it
+        self._came = 0  # trajectories so far
         self.leaders: dict[str, Row] = {}  # group -> the resident row that prefills the group's prompt
 
     def check(self, request: SampleRequest) -> str:
@@ -102,15 +118,17 @@ class SlotTable:
         """Gives free slots to waiting trajectories: by rank where they have one, else in order of arrival."""
         if self.free and any(request.rank for request, _ in self.waiting):
             self.waiting = deque(sorted(self.waiting, key=lambda waits: _rank(waits[0]), reverse=True))  # equals keep theirs
-        while self.waiting and self.free:
+        while self.waiting and self.free and self._has_pages(self.waiting[0][0]):
             request, ticket = self.waiting.popleft()
             row = self.rows.get(request.trajectory)
             if row:  # it was here before
                 self._seat(row)
                 self.returned.append(row)
                 self._begin(row, request, ticket)
+                self._grow(row)
                 continue
-            row = self.rows[request.trajectory] = Row(request.trajectory, request.group, AWAY, prompt=request.tokens)
+            row = Row(request.trajectory, request.group, AWAY, prompt=request.tokens, number=self._came)
+            self.rows[request.trajectory], self._came = row, self._came + 1
             self._seat(row)
             self._begin(row, request, ticket)
             if row.group and len(row.prompt) >= self.fork_min:
@@ -118,6 +136,9 @@ class SlotTable:
                 scored = request.sampling.prompt_logprobs  # the log-probs of a prompt come with its prefill
                 if leader is not row and leader.prompt == row.prompt and not scored:
                     row.source, row.cached, row.backlog = leader, len(row.prompt) - 1, []
+                    if self.pages:
+                        row.copies = self.pages.fork(leader.slot, row.slot, row.cached)
+            self._grow(row)
 
     def _seat(self, row: Row) -> None:
         row.slot = self.free.popleft()
@@ -142,34 +163,120 @@ class SlotTable:
 
     def idle_longest(self) -> Row | None:
         """The trajectory whose slot others want and that has waited longest for its tool."""
-        if not self.waiting or self.free:
+        if not self.waiting or (self.free and self._has_pages(self.waiting[0][0])):
             return None
+        return min(self._idle(), key=lambda row: row.idle_since, default=None)
+
+    def _idle(self) -> list[Row]:
         wanted = {id(row.source) for row in self.begun}  # about to be copied from
-        idle = [row for row in self.by_slot if row and not row.request and id(row) not in wanted]
-        return min(idle, key=lambda row: row.idle_since, default=None)
+        return [row for row in self.by_slot if row and not row.request and id(row) not in wanted]
 
     def vacate(self, row: Row) -> None:
         """Takes the slot from a row, whose keys and values are in its stash."""
         self._leave(row)
         row.slot = AWAY
 
+    # ------------------------------------------------------------------ pages
+
+    def _needs(self, row: Row) -> int:
+        """Positions that a row uses by the end of the next call of decode."""
+        assert row.request is not None
+        sampled = len(row.tokens)
+        return row.known - 1 + min(sampled + self.ahead, row.request.sampling.max_tokens)
+
+    def _grow(self, row: Row) -> bool:
+        """Gives a row the pages for the next call; whether there were enough."""
+        if self.pages:
+            try:
+                self.pages.grow(row.slot, self._needs(row))
+            except PagesExhausted:
+                return False
+        return True
+
+    def _has_pages(self, request: SampleRequest) -> bool:
+        """Whether a turn could begin beside those that are here, which come first."""
+        if self.pages is None:
+            return True
+        row = self.rows.get(request.trajectory)
+        known = (row.known if row else 0) + len(request.tokens)
+        tokens = known - 1 + min(self.ahead, request.sampling.max_tokens)
+        first = [row for row in self.by_slot if row and row.request and not self.pages.holds(row.slot)]
+        return not first and self.pages.enough(tokens)
+
+    def fit(self) -> Iterator[Row]:
+        """Gives all turns, eldest first, the pages for the next call; yields who must give up its own for it.
+
+        What a yielded row has in the cache is to be saved before the next is asked for.
+        """
+        if self.pages is None:
+            return
+        turns = sorted((row for row in self.by_slot if row and row.request), key=lambda row: row.number)
+        for i, row in enumerate(turns):
+            if not row.request:  # its turn has ended meanwhile
+                continue
+            while not (grown := self._grow(row)) and (victim := self._victim(turns[i + 1 :])):
+                yield victim
+                self._yield_pages(victim)
+            if grown and row.paused:
+                self._resume(row)
+            elif not grown and not row.paused:
+                yield row
+                self._yield_pages(row)
+
+    def _victim(self, younger: list[Row]) -> Row | None:
+        assert self.pages is not None
+        wanted = {id(row.source) for row in self.begun}
+        holding = [row for row in younger if self.pages.holds(row.slot) and id(row) not in wanted]
+        return min(self._idle(), key=lambda row: row.idle_since, default=holding[-1] if holding else None)
+
+    def _yield_pages(self, row: Row) -> None:
+        """Who waits for its tool loses its slot too; a turn in progress keeps it, for what the device knows of the turn."""
+        assert self.pages is not None
+        if not row.request:
+            self.vacate(row)
+            return
+        self.pages.release(row.slot)
+        row.paused = True
+        if row.source:
+            self._lose_source(row)
+        for other in self.rows.values():
+            if other.source is row:
+                self._lose_source(other)
+
+    def _resume(self, row: Row) -> None:
+        row.paused = False
+        if row.stash is not None and not any(other is row for other in self.returned):
+            self.returned.append(row)
+        if row.tokens:  # the device was told that it is frozen
+            self.begun.append(row)
+
+    def _lose_source(self, row: Row) -> None:
+        """Too late to fork, or too early: it has its prompt to prefill."""
+        row.source, row.copies, row.cached, row.backlog = None, [], 0, list(row.prompt[:-1])
+        if self.pages:
+            self.pages.release(row.slot)
+
     def forget(self) -> None:
         """Nothing that is cached counts any more: all rows have everything to prefill, as under new weights."""
         for row in self.rows.values():
             tokens = row.held + row.tokens
-            row.cached, row.source, row.stash = 0, None, None
+            row.cached, row.source, row.stash, row.copies = 0, None, None, []
             row.backlog = tokens[:-1] if row.request else []
+            if self.pages and row.slot != AWAY:  # what rows share one of them would write while others have it already
+                self.pages.release(row.slot)
         self.returned.clear()
         self.leaders.clear()
 
     def take_returned(self) -> list[Row]:
         """Rows that have a slot again since the last call."""
-        returned, self.returned = self.returned, []
+        returned = [row for row in self.returned if not row.paused]
+        self.returned = [row for row in self.returned if row.paused]
         return returned
 
     def take_begun(self) -> list[Row]:
         """Rows whose turn began since the last call, in the order of their arrival."""
-        begun, self.begun = self.begun, []
+        begun = [row for row in self.begun if not row.paused]
+        self.begun = [row for row in self.begun if row.paused]
         return begun
 
     def chunks(self, buckets: tuple[int, ...], rows_per_call: int) -> Iterator[tuple[int, list[tuple[Row, list[int]]]]]:
@@ -181,7 +288,7 @@ class SlotTable:
         while True:
             by_bucket: dict[int, list[tuple[Row, list[int]]]] = {}
             for row in self.rows.values():
-                if row.backlog:
+                if row.backlog and not row.paused:
                     bucket = next((b for b in buckets if b >= len(row.backlog)), buckets[-1])
                     by_bucket.setdefault(bucket, []).append((row, row.backlog[:bucket]))
             if not by_bucket:
@@ -216,8 +323,10 @@ class SlotTable:
         if self.leaders.get(row.group) is row:
             del self.leaders[row.group]
         for other in self.rows.values():
-            if other.source is row:  # too late to fork from it
-                other.source, other.cached, other.backlog = None, 0, list(other.prompt[:-1])
+            if other.source is row:
+                self._lose_source(other)
+        if self.pages:
+            self.pages.release(row.slot)
 
     @property
     def sampling(self) -> int:

@@ -20,10 +20,15 @@ from jaxtyping import Array, Float, Int
 
 from jaxagent.engine.cache import (
     Cache,
+    PageForm,
+    attend_pages,
     attend_slots,
     attend_working_copy,
+    copy_pages,
     copy_prefix,
     keep_new,
+    put_pages,
+    read_pages,
     read_slot,
     working_copy,
     write_slot,
@@ -34,7 +39,17 @@ from jaxagent.models.adapters import merged, unadapted
 from jaxagent.models.attention import Attend
 from jaxagent.models.layers import rms_norm
 from jaxagent.models.moe import mix_experts
-from jaxagent.models.transformer import Decoder, DecoderConfig, Params, embed, head_logits, head_table, output_first, unstack
+from jaxagent.models.transformer import (
+    Decoder,
+    DecoderConfig,
+    Params,
+    embed,
+    head_logits,
+    head_table,
+    input_first,
+    output_first,
+    unstack,
+)
 from jaxagent.sharding import DeviceMesh
 
 Forward = Callable[..., tuple[Array, Cache, Array | None]]
@@ -80,11 +95,15 @@ def make_steps(
     mesh: DeviceMesh,
     record_routing: bool = False,
     top_logprobs: int = 0,
+    pages: PageForm | None = None,
 ) -> Steps:
     """Builds the programs for a decoder on one replica. `chunk` and `decode_tokens` are static; every other choice is data.
 
     `decode` steps all slots and reads chunks, so that no row's bits depend on its neighbours; or it is told which slots to
     step, and how many positions of them are in use, and reads these in one pass.
+
+    With `pages` the cache is pages, append and decode are told which are whose (`table_CM`), and rows are all computed to the
+    same bits in either way; fork, stash and restore are told pages in place of slots and lengths.
 
     Adapters are merged when weights are published: decoding costs what it does without them. With `record_routing`, append
     and decode also return the experts of every fed token, int16 [..., L, k]. With `top_logprobs` = n, rows need controls, and
@@ -95,6 +114,8 @@ def make_steps(
     def publish(params: Params) -> Params:
         # A real copy: an output that is its own input would die when the learner donates its weights.
         sliced = unstack(jax.tree.map(lambda w: jnp.array(w, dtype, copy=True), merged(params, config)), config.layers)
+        if mesh.platform == "tpu":
+            return {**sliced, "blocks": tuple(input_first(layer) for layer in sliced["blocks"])}
         if not takes_output_first(config, mesh):
             return sliced
         return {**sliced, "blocks": tuple(output_first(layer) for layer in sliced["blocks"])}
@@ -107,12 +128,16 @@ def make_steps(
         start_R: Int[Array, "R"],
         count_R: Int[Array, "R"],
         score: tuple[Array, Array] | None = None,
+        table_CM: Int[Array, "C M"] | None = None,
     ) -> tuple[Cache, Array | None, Array | None]:
         """`score`: int32 [R], the token that follows each row's; and f32 [R], the temperature of the log-probs, 0 for none."""
         ahead = jnp.arange(token_RA.shape[1])
         valid_RA = ahead < count_R[:, None]
         pos_RA = jnp.where(valid_RA, start_R[:, None] + ahead, 0)
-        attend = attend_slots(slot_R, pos_RA, valid_RA, chunk, config.attention)
+        if pages is None or table_CM is None:
+            attend = attend_slots(slot_R, pos_RA, valid_RA, chunk, config.attention)
+        else:
+            attend = attend_pages(pages, jnp.take(table_CM, slot_R, axis=0, mode="clip"), start_R, count_R)
         x, cache, routing = forward(params, cache, token_RA, pos_RA, attend)
         if score is None:
             return cache, routing, None
@@ -123,11 +148,11 @@ def make_steps(
     return Steps(
         publish=jax.jit(publish),
         append=jax.jit(append, donate_argnums=1),
-        fork=jax.jit(copy_prefix, static_argnums=3, donate_argnums=0),
-        stash=jax.jit(read_slot, static_argnums=2),
-        restore=jax.jit(write_slot, donate_argnums=0),
+        fork=jax.jit(copy_pages if pages else copy_prefix, static_argnums=() if pages else 3, donate_argnums=0),
+        stash=jax.jit(read_pages if pages else read_slot, static_argnums=() if pages else 2),
+        restore=jax.jit(put_pages if pages else write_slot, donate_argnums=0),
         decode=jax.jit(
-            decode_fn(config, forward, chunk, decode_tokens, record_routing, top_logprobs),
+            decode_fn(config, forward, chunk, Emits(decode_tokens, record_routing, top_logprobs), pages),
             static_argnums=6,
             donate_argnums=(1, 2),
         ),
@@ -144,7 +169,7 @@ def takes_output_first(config: DecoderConfig, mesh: DeviceMesh) -> bool:
 def forward_fn(config: DecoderConfig, mesh: DeviceMesh, record_routing: bool) -> Forward:
     """The decoder up to its last hidden state: (params, cache, token_BT, pos_BT, attend) -> (x, cache, experts or None)."""
     blocks = nnx.eval_shape(lambda: Decoder(unadapted(config), nnx.Rngs(0)).blocks)
-    blocks.output_first = takes_output_first(config, mesh)
+    blocks.output_first, blocks.input_first = takes_output_first(config, mesh), mesh.platform == "tpu"
     block_graph = nnx.split(blocks)[0]
 
     mix = partial(mix_experts, spec=config.mixture, mesh=mesh) if config.experts else None
@@ -166,10 +191,20 @@ def forward_fn(config: DecoderConfig, mesh: DeviceMesh, record_routing: bool) ->
     return forward
 
 
+@dataclass(frozen=True)
+class Emits:
+    """What a decode call gives for each row."""
+
+    tokens: int
+    routing: bool = False
+    top_logprobs: int = 0
+
+
 def decode_fn(
-    config: DecoderConfig, forward: Forward, chunk: int, decode_tokens: int, record_routing: bool, top_logprobs: int
+    config: DecoderConfig, forward: Forward, chunk: int, emits: Emits, pages: PageForm | None = None
 ) -> Callable[..., Any]:
-    """A segment of `decode_tokens` tokens for all rows, or for those of some slots; frozen ones emit -1."""
+    """A segment of `emits.tokens` tokens for all rows, or for those of some slots; frozen ones emit -1."""
+    decode_tokens, record_routing, top_logprobs = emits.tokens, emits.routing, emits.top_logprobs
 
     def decode(
         params: Params,
@@ -179,9 +214,11 @@ def decode_fn(
         grammars: Grammars | None = None,
         slot_W: Int[Array, "W"] | None = None,
         used: int = 0,
+        table_CM: Int[Array, "C M"] | None = None,
     ) -> tuple[Cache, Rows, Array, Array, Array | None, tuple[Array, Array] | None]:
         all_rows = arm(rows, armed)
         rows = all_rows if slot_W is None else pick(all_rows, slot_W)
+        table = table_CM if slot_W is None or table_CM is None else jnp.take(table_CM, slot_W, axis=0, mode="clip")
         width, start_W = rows["token"].shape[0], rows["pos"]
         u_WN = uniforms(rows["key"], start_W[:, None] + 1 + jnp.arange(decode_tokens))
         shape = width, decode_tokens
@@ -193,7 +230,9 @@ def decode_fn(
             cache, rows, tokens, logprobs, routed, top = carry
             live = rows["live"]
             pos = jnp.where(live, rows["pos"], 0)[:, None]
-            if slot_W is None:
+            if pages is not None and table is not None:
+                attend = attend_pages(pages, table, pos[:, 0], live.astype(jnp.int32))
+            elif slot_W is None:
                 attend = attend_slots(None, pos, live[:, None], chunk, config.attention)
             else:
                 attend = attend_working_copy(start_W, i, used, decode_tokens, config.attention)
@@ -205,8 +244,9 @@ def decode_fn(
                 routed = routed.at[:, i].set(routing[:, 0])
             return cache, advance(rows, token, grammars), tokens, logprobs, routed, top
 
-        if slot_W is None:
-            return jax.lax.fori_loop(0, decode_tokens, step, (cache, rows, *emitted))
+        if slot_W is None or pages is not None:
+            cache, rows, *out = jax.lax.fori_loop(0, decode_tokens, step, (cache, rows, *emitted))
+            return cache, rows if slot_W is None else put_back(all_rows, rows, slot_W), *out
         copy = working_copy(cache, slot_W, used, decode_tokens)
         copy, rows, *out = jax.lax.fori_loop(0, decode_tokens, step, (copy, rows, *emitted))
         cache = keep_new(cache, copy, slot_W, used, start_W, rows["pos"] - start_W)

@@ -21,19 +21,37 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-from jaxagent.models.attention import NEGATIVE, AttentionSpec, group_queries, soft_cap
+from jaxagent.models.attention import NEGATIVE, AttentionSpec, attend_cached, group_queries, soft_cap
 from jaxagent.models.attention_blocked import pad_length, round_up
+from jaxagent.sharding import DeviceMesh
 
 Pages = tuple[Array, Array]  # keys and values [P, K, Z, H] of one layer
 
 LANES = 128  # a TPU register's width
-QUERIES = 256  # rows of a tile: queries times the heads that share a key head
+ROWS = 4096  # of a tile, queries times heads: what fits into fast memory. Each tile reads its row's pages once
 
 
 def new_pages(pages: int, page_tokens: int, kv_heads: int, head_width: int, dtype: jnp.dtype) -> Pages:
     """Empty pages of one layer, narrow heads filled with zeros: at width 64 XLA copies the whole cache for every call."""
     shape = (pages, kv_heads, page_tokens, round_up(head_width, LANES))
     return jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)
+
+
+def _left_in_place(pages: Pages, interpret: bool) -> Pages:
+    """Pages stay in main memory: a compiler that finds room for them in fast memory would bring them there whole, and back."""
+    if interpret:
+        return pages
+    return pltpu.with_memory_space_constraint(pages[0], pltpu.HBM), pltpu.with_memory_space_constraint(pages[1], pltpu.HBM)
+
+
+def _moves(size_bytes: int) -> pl.CostEstimate:
+    """What the compiler is told of a kernel, which it cannot look into."""
+    return pl.CostEstimate(flops=0, transcendentals=0, bytes_accessed=size_bytes)
+
+
+def tile_tokens(dtype: jnp.dtype) -> int:
+    """Tokens of one tile of TPU memory, the least that can be written of a page: 8 rows of 32 bits."""
+    return 32 // jnp.dtype(dtype).itemsize
 
 
 def write_pages(
@@ -43,17 +61,62 @@ def write_pages(
     table_BM: Int[Array, "B M"],
     start_B: Int[Array, "B"],
     count_B: Int[Array, "B"],
+    interpret: bool = False,
 ) -> Pages:
-    """Puts the first `count` tokens of each row at its positions from `start` on; the others are dropped."""
-    total, _, size, _ = pages[0].shape
-    ahead = jnp.arange(k_BTKH.shape[1])
-    pos = start_B[:, None] + ahead
-    page = jnp.take_along_axis(table_BM, jnp.minimum(pos // size, table_BM.shape[1] - 1), axis=1)
-    page = jnp.where((ahead < count_B[:, None]) & (pos < size * table_BM.shape[1]), page, total)
-    k, v = (
-        held.at[page, :, pos % size].set(_widen(new, held.shape[3]).astype(held.dtype), mode="drop")
-        for held, new in zip(pages, (k_BTKH, v_BTKH), strict=True)
-    )
+    """Puts the first `count` tokens of each row at its positions from `start` on, in place; the others are dropped.
+
+    A kernel, since XLA's scatter wants pages with heads innermost, and copies them all into that layout and back. Only the
+    tiles that get a token are read and written. Where there is nothing to do, page 0 is read and written as it is.
+    """
+    _, kv_heads, size, width = pages[0].shape
+    dtype, (batch, length) = pages[0].dtype, k_BTKH.shape[:2]
+    tile, room = tile_tokens(dtype), size * table_BM.shape[1]
+    if size % tile:
+        raise ValueError(f"pages of {dtype} hold a multiple of {tile} tokens, got {size}")
+    tiles = (length + tile - 2) // tile + 1  # that so many tokens touch, wherever they begin
+    first_B = start_B - start_B % tile
+    if length == 1:  # one token a row, which is spread over its tile when it is there
+        source_BX, depth = jnp.zeros((batch, 1), jnp.int32), 1
+    else:
+        source_BX, depth = jnp.arange(tiles * tile) - (start_B - first_B)[:, None], tile
+
+    def aligned(new: Array) -> Array:
+        at = jnp.clip(source_BX, 0, length - 1)[:, :, None, None]
+        return (
+            _widen(jnp.take_along_axis(new, at, axis=1), width)
+            .astype(dtype)
+            .reshape(batch, tiles, depth, kv_heads, width)
+            .swapaxes(2, 3)
+        )
+
+    def tile_of(row: Any, j: Any, table: Any, first: Any, start: Any, end: Any) -> tuple[Any, ...]:
+        pos = first[row] + j * tile
+        used = (pos < end[row]) & (pos + tile > start[row]) & (pos < room)
+        page = jax.lax.div(jnp.minimum(pos, room - 1), jnp.int32(size))
+        place = jax.lax.div(jax.lax.rem(pos, jnp.int32(size)), jnp.int32(tile))
+        return jnp.where(used, table[row, page], 0), 0, jnp.where(used, place, 0), 0
+
+    def put(*refs: Any) -> None:
+        _, first, start, end, *new_refs, k_in, v_in, k_out, v_out = refs
+        row, j = pl.program_id(0), pl.program_id(1)
+        pos = first[row] + j * tile + jax.lax.broadcasted_iota(jnp.int32, (kv_heads, tile, width), 1)
+        real = (pos >= start[row]) & (pos < end[row]) & (pos < room)
+        for new, old, out in zip(new_refs, (k_in, v_in), (k_out, v_out), strict=True):
+            out[...] = jnp.where(real, jnp.broadcast_to(new[...], old.shape), old[...])
+
+    of_new = pl.BlockSpec((None, None, kv_heads, depth, width), lambda row, j, *_: (row, j, 0, 0, 0))
+    of_tile = pl.BlockSpec((None, kv_heads, tile, width), tile_of)
+    scalars = [x.astype(jnp.int32) for x in (table_BM, first_B, start_B, start_B + count_B)]
+    k, v = pl.pallas_call(
+        put,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=4, grid=(batch, tiles), in_specs=[of_new] * 2 + [of_tile] * 2, out_specs=[of_tile] * 2
+        ),
+        out_shape=[(jax.ShapeDtypeStruct if interpret else pltpu.HBM)(part.shape, dtype) for part in pages],
+        input_output_aliases={6: 0, 7: 1},
+        cost_estimate=_moves(6 * batch * tiles * kv_heads * tile * width * dtype.itemsize),
+        interpret=interpret,
+    )(*scalars, aligned(k_BTKH), aligned(v_BTKH), *_left_in_place(pages, interpret))
     return k, v
 
 
@@ -79,10 +142,38 @@ class _Tile:
 
 @dataclass(frozen=True)
 class Paged:
-    """The kernel over pages."""
+    """The kernel over pages. On several devices each has its own heads, and a key head that several need is there for each."""
 
     spec: AttentionSpec
+    mesh: DeviceMesh | None = None  # a replica's; None is one device
     interpret: bool = False  # runs on any platform, for tests
+    tile_rows: int = ROWS
+
+    def new(self, pages: int, page_tokens: int, kv_heads: int, head_width: int, dtype: jnp.dtype) -> Pages:
+        """Empty pages of one layer."""
+        shards = self.mesh.size["tensor"] if self.mesh else 1
+        return new_pages(pages, page_tokens, max(kv_heads, shards), head_width, dtype)
+
+    def attend(
+        self, new: tuple[Array, Array, Array], pages: Pages, table_BM: Array, start_B: Array, count_B: Array, sliding: bool
+    ) -> tuple[Float[Array, "B T N H"], Pages]:
+        """Writes the keys and values of new tokens, and lets their queries attend; `new` is q, k and v."""
+
+        def on_a_device(q: Array, k: Array, v: Array, *rest: Array) -> tuple[Array, Array, Array]:
+            keys, values, table, start, count = rest
+            written = write_pages((keys, values), k, v, table, start, count, interpret=self.interpret)
+            return self(q, written, table, start, count, sliding), *written
+
+        copies = pages[0].shape[1] // new[1].shape[2]  # of each key head
+        q, k, v = new[0], *(jnp.repeat(part, copies, axis=2) for part in new[1:])
+        given = q, k, v, *pages, table_BM, start_B, count_B
+        if self.mesh is None or self.mesh.size["tensor"] == 1:
+            out, *written = on_a_device(*given)
+        else:
+            heads, held = (None, None, "kv_heads", None), (None, "kv_heads", None, None)
+            inputs = heads, heads, heads, held, held, (None, None), (None,), (None,)
+            out, *written = self.mesh.per_device(on_a_device, inputs, (heads, held, held))(*given)
+        return out, (written[0], written[1])
 
     def __call__(
         self,
@@ -103,7 +194,7 @@ class Paged:
         batch, length, heads, head_width = q_BTNH.shape
         _, kv_heads, size, width = pages[0].shape
         sharing = heads // kv_heads
-        queries = min(length, max(1, QUERIES // sharing))
+        queries = min(length, max(1, self.tile_rows // heads))
         tile = _Tile(self.spec, self.spec.window if sliding else 0, queries, sharing, size, self.interpret)
         padded = round_up(length, queries)
         q = group_queries(_widen(pad_length(q_BTNH, padded), width), kv_heads, self.spec.scale)  # B K T Q H
@@ -126,13 +217,62 @@ class Paged:
                 scratch_shapes=[pltpu.VMEM((*rows, n), jnp.float32) for n in (LANES, LANES, width)],
             ),
             out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
+            cost_estimate=_cost(q, pages, table_BM),
             compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
             interpret=self.interpret,
-        )(*(x.astype(jnp.int32) for x in (table_BM, start_B, count_B)), q, *pages)
+        )(*(x.astype(jnp.int32) for x in (table_BM, start_B, count_B)), q, *_left_in_place(pages, self.interpret))
         out = out.reshape(batch, -1, kv_heads, queries, sharing, width).transpose(0, 1, 3, 2, 4, 5)
         real = jnp.arange(length) < count_B[:, None]
         out = out.reshape(batch, padded, heads, width)[:, :length, :, :head_width]
         return jnp.where(real[..., None, None], out, 0)
+
+
+@dataclass(frozen=True)
+class PagedReference:
+    """The same by XLA, for devices that are no TPU: of every row the pages up to the longest row's are gathered.
+
+    A page lies as a chunk of a slot does (engine/cache.py), and is read by the same operations: bits are those of slots.
+    """
+
+    spec: AttentionSpec
+
+    def new(self, pages: int, page_tokens: int, kv_heads: int, head_width: int, dtype: jnp.dtype) -> Pages:
+        """Empty pages of one layer: keys [P, K, H, Z] and values [P, K, Z, H]."""
+        return (
+            jnp.zeros((pages, kv_heads, head_width, page_tokens), dtype),
+            jnp.zeros((pages, kv_heads, page_tokens, head_width), dtype),
+        )
+
+    def attend(
+        self, new: tuple[Array, Array, Array], pages: Pages, table_BM: Array, start_B: Array, count_B: Array, sliding: bool
+    ) -> tuple[Float[Array, "B T N H"], Pages]:
+        """As `Paged.attend`; the outputs of queries behind a row's count may be any numbers."""
+        (q, k, v), (keys, values) = new, pages
+        total, kv_heads, _, size = keys.shape
+        ahead = jnp.arange(q.shape[1])
+        valid = ahead < count_B[:, None]
+        pos = jnp.where(valid, start_B[:, None] + ahead, 0)
+        page = jnp.where(valid, jnp.take_along_axis(table_BM, pos // size, axis=1), total)  # beyond the last: dropped
+        keys = keys.at[page, :, :, pos % size].set(k.astype(keys.dtype), mode="drop")
+        values = values.at[page, :, pos % size].set(v.astype(values.dtype), mode="drop")
+
+        def read(i: Array | int) -> tuple[Array, Array]:
+            of_row = table_BM[:, i]
+            return keys[of_row], values[of_row]
+
+        length = size * table_BM.shape[1]
+        return attend_cached(q, read, pos, kv_heads, length, size, self.spec, sliding), (keys, values)
+
+
+def paged_attention(spec: AttentionSpec, mesh: DeviceMesh) -> Paged | PagedReference:
+    """The form for the devices of a replica."""
+    return Paged(spec, mesh) if mesh.platform == "tpu" else PagedReference(spec)
+
+
+def _cost(q: Array, pages: Pages, table_BM: Array) -> pl.CostEstimate:
+    """Every page of the table once for each tile of queries, as with full tables; queries and outputs."""
+    held = 2 * pages[0].size // pages[0].shape[0] * table_BM.size * q.shape[1] * pages[0].dtype.itemsize
+    return _moves(held + 2 * q.size * q.dtype.itemsize)
 
 
 def _widen(x: Array, width: int) -> Array:
