@@ -1,6 +1,8 @@
 """The comparison with other trainers: what all runners are given, which steps count, and the table. No runner is started."""
 
 import argparse
+import asyncio
+import json
 import sys
 from pathlib import Path
 
@@ -8,7 +10,9 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.peers.workload import RESULT_TOKENS, Workload
+from benchmarks.peers.workload import RESULT, RESULT_TOKENS, Workload
+from benchmarks.peers.world import make_world
+from jaxagent.types import Message
 
 
 def workload(**changes):
@@ -80,3 +84,28 @@ def test_a_process_takes_one_step_that_does_not_count_and_then_those_of_every_to
     options.trl_steps = [1]
     with pytest.raises(SystemExit, match="as many numbers of steps are wanted as tools"):
         compare.steps_of(options, "agentic", "trl")
+
+
+@pytest.mark.parametrize(
+    ("together", "order"), [(2, ["sampled 0", "sampled 1", "told", "told"]), (0, ["sampled 0", "told", "sampled 1", "told"])]
+)
+def test_in_lock_step_no_tool_begins_before_all_have_sampled(tmp_path, together, order):
+    (tmp_path / "prompts.json").write_text(json.dumps({"messages": ["a", "b"], "texts": ["a", "b"], "tokens": 1}))
+    world, seen = make_world(str(tmp_path), prompts=2, turns=2, together=together), []
+
+    async def play(number):
+        episode = world.episode(f"train/{number}", None)
+        await episode.reset(world.task("train", number), number)
+        await asyncio.sleep(0.05 * number)  # the second samples for longer
+        seen.append(f"sampled {number}")
+        step = await episode.step(Message("assistant", "x"))
+        seen.append("told")
+        assert [message.content for message in step.messages] == [RESULT]
+        assert (await episode.step(Message("assistant", "x"))).terminated
+
+    async def both():
+        await asyncio.gather(play(0), play(1))
+
+    asyncio.run(both())
+    assert seen == order
+    assert world.clock.take()["tools_at_once"] == (2 if together else 1)
