@@ -24,3 +24,12 @@ def resolve(batch: list[tuple[asyncio.Future, Sample]]) -> None:
 def fail(future: asyncio.Future, error: Exception) -> None:
     if not future.done():
         future.set_exception(error)
+
+
+def ended(closed: str, failure: BaseException | None) -> RuntimeError:
+    """Why nothing is sampled any more: `closed`, or what stopped the engine's thread."""
+    if failure is None:
+        return RuntimeError(closed)
+    error = RuntimeError(f"the engine stopped: {type(failure).__name__}: {failure}")
+    error.__cause__ = failure
+    return error

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxagent.engine.answers import fail, resolve, tell
+from jaxagent.engine.answers import ended, fail, resolve, tell
 from jaxagent.engine.arming import Arming
 from jaxagent.engine.cache import Cache, cache_of
 from jaxagent.engine.control_table import ControlTable, wants_controls
@@ -101,13 +101,7 @@ class Engine:
 
     async def generate(self, request: SampleRequest) -> Sample:
         """Feeds the request's tokens and samples one turn. Raises ValueError for a request that cannot be served."""
-        if len(request.stop) > self.options.stop_tokens:
-            raise ValueError(f"at most {self.options.stop_tokens} stop ids (EngineOptions.stop_tokens), got {request.stop}")
-        if strange := [token for token in request.tokens if not 0 <= token < self._vocab_size]:
-            raise ValueError(
-                f"trajectory {request.trajectory!r}: token {strange[0]} is not in a vocabulary of {self._vocab_size}"
-            )
-        if fault := self.controls.fault(request.sampling):
+        if fault := self._fault(request):
             raise ValueError(f"trajectory {request.trajectory!r}: {fault}")
         if request.sampling.constraint is not None:
             await asyncio.to_thread(self.controls.compile, request)  # may take a second, the first time
@@ -115,6 +109,14 @@ class Engine:
         future: asyncio.Future[Sample] = loop.create_future()
         self._hand_in(lambda: self._accept(request, (loop, future)))
         return await future
+
+    def _fault(self, request: SampleRequest) -> str:
+        """What is wrong with a request by itself, or an empty string."""
+        if len(request.stop) > self.options.stop_tokens:
+            return f"at most {self.options.stop_tokens} stop ids (EngineOptions.stop_tokens), got {request.stop}"
+        if strange := [token for token in request.tokens if not 0 <= token < self._vocab_size]:
+            return f"token {strange[0]} is not in a vocabulary of {self._vocab_size}"
+        return self.controls.fault(request.sampling)
 
     def release(self, trajectory: str) -> None:
         """Frees the slot of a trajectory; unknown names are fine, so that a caller may always release."""
@@ -174,7 +176,7 @@ class Engine:
         """Has the engine's thread do `work` soon, which may be while a call is under way."""
         with self._wake:
             if self._closed:
-                raise self._end("the engine is closed")
+                raise ended("the engine is closed", self._failure)
             self._inbox.append(work)
             self._wake.notify()
 
@@ -332,9 +334,7 @@ class Engine:
         for row in self.table.fit():
             self._save(row)
         for row in self.table.take_returned():
-            if row.stash is not None:
-                self._memory.bring_back(row)
-                row.stash = None
+            self._memory.bring_back(row)
         begun = self.table.take_begun()
         rows = self.options.append_rows
         for bucket, work in self.table.chunks(self.options.append_tokens, rows):
@@ -351,11 +351,8 @@ class Engine:
         """Writes the controls of new turns that have some."""
         width = self.options.append_rows
         for i in range(0, len(begun), width):
-            slot_R, controls = self.controls.controls(begun[i : i + width], width, self._in_progress())
+            slot_R, controls = self.controls.controls(begun[i : i + width], width, self.table.in_progress())
             self._rows = self._steps.settle(self._rows, slot_R, controls)
-
-    def _in_progress(self) -> Iterator[SampleRequest]:
-        return (row.request for row in self.table.rows.values() if row.request)
 
     def _append(self, bucket: int, work: list[tuple[Row, list[int]]]) -> None:
         rows = self.options.append_rows
@@ -402,11 +399,7 @@ class Engine:
             assert row.request is not None
             n = counts[at]
             row.ahead -= tokens_WN.shape[1]
-            row.tokens += tokens[at][:n]
-            row.logprobs += logprobs[at][:n]
-            row.versions += [flight.version] * n
-            if routing_WN is not None:
-                row.routing.append(routing_WN[at, :n])
+            row.sampled(tokens[at][:n], logprobs[at][:n], flight.version, None if routing_WN is None else routing_WN[at, :n])
             self._stats.sampled += n
             end = end_of(row.tokens, len(row.tokens) - n, row.request, self.controls.pieces)
             if row.request.hear:
@@ -414,25 +407,21 @@ class Engine:
             if end is not None or len(row.tokens) == row.request.sampling.max_tokens:
                 if row.request.sampling.stop_strings:  # the device knows nothing of them: it is told to stop
                     self._arming.freeze(row.slot)
+                self._stats.turns += 1
+                self._stats.sampled -= 0 if end is None else len(row.tokens) - end
                 loop, future = row.ticket
-                answers.setdefault(loop, []).append((future, self._finish(row, end)))
+                answers.setdefault(loop, []).append((future, sample_of(row, end)))
+                self.table.end(row, began)
         for loop, batch in answers.items():
             tell(loop, resolve, batch)
         self._pace.worked(time.monotonic() - began)
         self._pace.ended(len(turns), sum(map(len, answers.values())))
 
-    def _finish(self, row: Row, end: int | None) -> Sample:
-        self._stats.sampled -= 0 if end is None else len(row.tokens) - end
-        self._stats.turns += 1
-        sample = sample_of(row, end)
-        self.table.end(row, time.monotonic())
-        return sample
-
     # ------------------------------------------------------------------ what callers post
 
     def _accept(self, request: SampleRequest, ticket: tuple[asyncio.AbstractEventLoop, asyncio.Future]) -> None:
         queued = (waiting for waiting, _ in self.table.waiting)
-        fault = self.table.check(request) or self.controls.shortage(request, itertools.chain(self._in_progress(), queued))
+        fault = self.table.check(request) or self.controls.shortage(request, itertools.chain(self.table.in_progress(), queued))
         if self._params is None:
             fault = "the engine has no weights yet: publish some before sampling"
         if fault:
@@ -484,7 +473,6 @@ class Engine:
         def verify(width: int) -> tuple[object, ...]:
             return *decode(width, 0)[:-2], np.full((width, o.draft_tokens), -1, np.int32)
 
-
         for bucket in o.append_tokens:
             yield Call(self._steps.append, partial(append, bucket), lambda out: hold(out[0]))
         yield from self._memory.calls()
@@ -508,12 +496,4 @@ class Engine:
             item()
         tickets = [row.ticket for row in self.table.rows.values() if row.request]
         for loop, future in [*tickets, *(ticket for _, ticket in self.table.waiting)]:
-            tell(loop, fail, future, self._end("the engine was closed before the turn ended"))
-
-    def _end(self, closed: str) -> RuntimeError:
-        """Why nothing is sampled any more: `closed`, or what stopped the thread."""
-        if self._failure is None:
-            return RuntimeError(closed)
-        error = RuntimeError(f"the engine stopped: {type(self._failure).__name__}: {self._failure}")
-        error.__cause__ = self._failure
-        return error
+            tell(loop, fail, future, ended("the engine was closed before the turn ended", self._failure))

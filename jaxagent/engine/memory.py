@@ -45,7 +45,7 @@ class SlotMemory:
 
     def bring_back(self, row: Row) -> None:
         """Puts what was saved into the row's slot."""
-        self.cache = self._steps.restore(self.cache, row.slot, row.stash)
+        self.cache, row.stash = self._steps.restore(self.cache, row.slot, row.stash), None
 
     def calls(self) -> Iterator[Call]:
         """One call of every program of this class, which changes nothing that counts."""
@@ -96,7 +96,7 @@ class PageMemory:
         held = self._pages.of(row.slot, row.filled)
         page_n = np.full(jax.tree.leaves(row.stash)[0].shape[0], self._options.pages, np.int32)  # beyond the last: dropped
         page_n[: len(held)] = held
-        self.cache = self._steps.restore(self.cache, page_n, row.stash)
+        self.cache, row.stash = self._steps.restore(self.cache, page_n, row.stash), None
 
     def calls(self) -> Iterator[Call]:
         """One call of every program of this class, which changes nothing that counts."""

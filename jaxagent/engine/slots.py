@@ -67,6 +67,14 @@ class Row:
         sampled = len(self.tokens) if self.request and not self.backlog else 0
         return min(self.cached + sampled, len(self.held) + sampled - 1)
 
+    def sampled(self, tokens: list[int], logprobs: list[float], version: int, routing: Any) -> None:
+        """Takes what a call has sampled for this turn."""
+        self.tokens += tokens
+        self.logprobs += logprobs
+        self.versions += [version] * len(tokens)
+        if routing is not None:
+            self.routing.append(routing)
+
 
 class SlotTable:
     """Slots, their owners, and the queue of requests that have no slot yet."""
@@ -268,8 +276,8 @@ class SlotTable:
         self.leaders.clear()
 
     def take_returned(self) -> list[Row]:
-        """Rows that have a slot again since the last call."""
-        returned = [row for row in self.returned if not row.paused]
+        """Rows that have a slot again since the last call, and something to bring back to it."""
+        returned = [row for row in self.returned if not row.paused and row.stash is not None]
         self.returned = [row for row in self.returned if row.paused]
         return returned
 
@@ -327,6 +335,10 @@ class SlotTable:
                 self._lose_source(other)
         if self.pages:
             self.pages.release(row.slot)
+
+    def in_progress(self) -> Iterator[SampleRequest]:
+        """The requests whose turns have a slot and have not ended."""
+        return (row.request for row in self.rows.values() if row.request)
 
     @property
     def sampling(self) -> int:
