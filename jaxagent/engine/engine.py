@@ -334,7 +334,8 @@ class Engine:
         for row in self.table.fit():
             self._save(row)
         for row in self.table.take_returned():
-            self._memory.bring_back(row)
+            if row.stash is not None:
+                self._memory.bring_back(row)
         begun = self.table.take_begun()
         rows = self.options.append_rows
         for bucket, work in self.table.chunks(self.options.append_tokens, rows):

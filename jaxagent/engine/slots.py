@@ -276,8 +276,8 @@ class SlotTable:
         self.leaders.clear()
 
     def take_returned(self) -> list[Row]:
-        """Rows that have a slot again since the last call, and something to bring back to it."""
-        returned = [row for row in self.returned if not row.paused and row.stash is not None]
+        """Rows that have a slot again since the last call."""
+        returned = [row for row in self.returned if not row.paused]
         self.returned = [row for row in self.returned if row.paused]
         return returned
 
