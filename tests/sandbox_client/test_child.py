@@ -1,7 +1,9 @@
 """Programs in the jail: what they print, how they end, what an ordinary one finds."""
 
+import asyncio
+
 import pytest
-from conftest import ask
+from conftest import ask, raw
 from launching import Running
 
 from sandbox_client import Outcome, SandboxClient, wire
@@ -13,6 +15,31 @@ def test_both_streams_at_once_arrive_whole_up_to_the_limit(server: Running, size
     result = ask(server, lambda client: client.run_code(code))
     assert (result.outcome, result.dropped_bytes) == (Outcome.OK, 0)
     assert (result.stdout, result.stderr) == ("o" * size, "e" * size)
+
+
+def test_what_a_child_did_while_it_waited_is_not_to_be_seen(server: Running) -> None:
+    async def look(client: SandboxClient) -> None:
+        async with await client.open_session("first look") as session:
+            found = await session.exec("[name for name in globals() if not name.startswith('__')]")
+            assert (found.value, found.stdout) == ("[]", "")
+            assert 'File "<exec 2>"' in (await session.exec("1 / 0")).stderr
+
+    ask(server, look)
+
+
+def test_a_child_that_is_taken_is_replaced_before_the_next_is_wanted(server: Running) -> None:
+    async def take(client: SandboxClient) -> None:
+        before = await cold_takes()
+        for _ in range(20):  # more than wait, each with time for another to be forked
+            assert (await client.run_code("1")).outcome is Outcome.OK
+            await asyncio.sleep(0.1)
+        assert await cold_takes() - before < 10
+
+    async def cold_takes() -> int:
+        text = (await raw(server, "GET", "/metrics"))[1]["text"].decode()
+        return int(dict(line.rsplit(" ", 1) for line in text.splitlines())["sandbox_cold_takes_total"])
+
+    ask(server, take)
 
 
 def test_a_session_keeps_head_and_tail_and_counts_what_it_dropped(server: Running) -> None:
