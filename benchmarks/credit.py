@@ -29,10 +29,12 @@ Run = dict[str, Any]
 
 
 def interval(values: Sequence[float], digits: int, most: float = float("inf")) -> str:
-    """Mean and half of the 95 % interval; what was never reached counts as `most`."""
+    """Mean and half of the 95 % interval, if there are two; what was never reached counts as `most`."""
     capped = np.minimum(values, most)
-    half = T_95.get(len(values), 1.96) * capped.std(ddof=1) / len(values) ** 0.5 if len(values) > 1 else float("nan")
-    return f"{'> ' * bool(np.isinf(values).any())}{capped.mean():.{digits}f} ± {half:.{digits}f}"
+    told = f"{'> ' * bool(np.isinf(values).any())}{capped.mean():.{digits}f}"
+    if len(values) < 2:
+        return told
+    return f"{told} ± {T_95.get(len(values), 1.96) * capped.std(ddof=1) / len(values) ** 0.5:.{digits}f}"
 
 
 def until(success: Sequence[float], spent: np.ndarray, level: float) -> float:
@@ -76,7 +78,8 @@ def print_corridor(runs: Sequence[Run]) -> None:
 def print_maze(world: str, runs: Sequence[Run]) -> None:
     """The trainings, and the estimators compared on the same rollouts."""
     trained = [run for run in runs if run["method"] != "credit"]
-    print(header(f"{world}, {credit_maze.STEPS[world]} steps", "tokens", "after"))
+    if trained:
+        print(header(f"{world}, {credit_maze.STEPS[world]} steps", "tokens", "after"))
     for method in credit_maze.METHODS:
         if of := [run for run in trained if run["method"] == method]:
             print(f"| {method} | " + " | ".join([*learning(of, "tokens"), interval([run["after"] for run in of], 3)]) + " |")
