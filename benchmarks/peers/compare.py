@@ -71,13 +71,15 @@ def main() -> None:
         return
     model = prepared(options)
     for work in options.work:
-        found = []
-        for _, name, steps in (plan for plan in plans if plan[0] == work):
-            found.append(measured(options, work, name, steps, model))
-            if options.out:
-                with options.out.open("a") as out:
-                    out.write(json.dumps(found[-1]) + "\n")
-        print(table(found), flush=True)
+        found: list[dict[str, Any]] = []
+        try:
+            for _, name, steps in (plan for plan in plans if plan[0] == work):
+                found.append(measured(options, work, name, steps, model))
+                if options.out:
+                    with options.out.open("a") as out:
+                        out.write(json.dumps(found[-1]) + "\n")
+        finally:  # where one fails, the others' figures are not lost
+            print(table(found), flush=True)
 
 
 def order(options: argparse.Namespace, work: str) -> list[str]:

@@ -144,7 +144,7 @@ def settings(workload: Workload, options: argparse.Namespace) -> list[str]:
         "engine.slots": -(-workload.episodes // DEVICES),
         "engine.slot_tokens": slot,
         "engine.chunk": slot if workload.agentic else CHUNK,  # of single turns all rows use as many positions, and few at first
-        "engine.append_tokens": "(16,64)",
+        "engine.append_tokens": "(32,64)",  # a tool's result, and a prompt
         "engine.decode_tokens": 8,
         "engine.exact": False,
         "learner.batch_rows": 2 * DEVICES,
