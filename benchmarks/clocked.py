@@ -32,7 +32,7 @@ class Clock(asyncio.SelectorEventLoop):
     """An event loop of such a time. One thread runs it; another says when time may go on, and waits for that."""
 
     def __init__(self) -> None:
-        self._now, self._moved = 0.0, False
+        self._now = 0.0
         self._until: Callable[[], bool] | None = None
         self._reached = threading.Event()
         super().__init__(_Paused(selectors.DefaultSelector(), self._turn))  # type: ignore[arg-type]
@@ -41,9 +41,10 @@ class Clock(asyncio.SelectorEventLoop):
         return self._now
 
     def go_on(self, until: Callable[[], bool]) -> None:
-        """Moves to the next moment at which something happens, at least once, and on until `until` says that it is enough.
+        """Moves to the next moment at which something happens, and on, until `until` says that it is enough.
 
-        It is asked whenever all has been done that can be at that moment. Raises RuntimeError where nothing can happen any more.
+        It is asked whenever all has been done that can be at that moment, now as well. Raises RuntimeError where nothing more
+        can happen.
         """
         self._reached.clear()
         self.call_soon_threadsafe(setattr, self, "_until", until)
@@ -55,12 +56,11 @@ class Clock(asyncio.SelectorEventLoop):
         """Called where nothing can be done at this time: how long to wait in earnest; None: until another thread calls."""
         if self._until is None:
             return None
-        if self._moved and self._until():
-            self._until, self._moved = None, False
+        if self._until():
+            self._until = None
         if self._until is None or timeout is None:
             self._reached.set()
             return None
-        self._moved = True
         self._now += timeout
         return 0.0
 

@@ -34,7 +34,7 @@ from jaxagent.chat.plain import PlainTemplate
 from jaxagent.envs.env import Step, Task
 from jaxagent.feed import Feed, FeedOptions
 from jaxagent.rollout import RolloutOptions, Rollouts
-from jaxagent.types import Group, Message, Sample, SampleRequest, Sampler, Sampling
+from jaxagent.types import Group, Message, Sample, Sampler, SampleRequest, Sampling
 
 MICRO_BATCH = 32768 // GRAIN  # tokens that training takes at once
 
@@ -122,6 +122,7 @@ class Training:
     def __init__(self, clock: Clock, engine: ClockedEngine, device: Device):
         self.clock, self.engine, self.device = clock, engine, device
         self._packed: list[int] = []
+        self._over = 0  # episodes, when it was looked last
         self._ready: deque[float] = deque()
 
     def add(self, group: Group) -> None:
@@ -132,12 +133,11 @@ class Training:
                 self._packed = []
 
     def work(self) -> bool:
-        """A micro-batch where there is one and the device is free; else time goes on."""
+        """Time goes on until an episode is over, or the device is free and there is a micro-batch for it."""
+        self.clock.go_on(lambda: len(self.engine.held_s) > self._over or bool(self._ready and self.engine.idle))
+        self._over = len(self.engine.held_s)
         if self._ready and self.engine.idle:
             self._train(self._ready.popleft())
-        else:
-            over = len(self.engine.held_s)
-            self.clock.go_on(lambda: len(self.engine.held_s) > over or bool(self._ready and self.engine.idle))
         return True
 
     def finish(self) -> None:

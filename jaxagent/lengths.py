@@ -3,7 +3,7 @@
 Where places are scarce, slots of the engine above all, the last episode to end is a long one that began late. So the long ones
 begin first: of n places the time is then about max(work / n, longest) instead of up to their sum. What is known before is
 little: the first rollout of a group is sent ahead of all others, to tell of the rest, and while it has not ended, that tells
-as well (the context-aware scheduling of Seer, arXiv:2511.14617, without its draft tokens and moves between machines).
+as well.
 
 Who goes first changes nobody's draws: these are fixed by the group, the rollout and the place in the row.
 """

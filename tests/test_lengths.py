@@ -12,7 +12,6 @@ from jaxagent.lengths import Gate, Lengths, Member, Siblings
 from jaxagent.types import Rank, SampleRequest, Sampling
 
 
-
 class Time:
     def __init__(self) -> None:
         self.now = 0.0
@@ -144,6 +143,4 @@ def test_a_gate_lets_so_many_in_the_highest_first_and_loses_no_place_when_who_wa
 
 @pytest.mark.parametrize("rank", [(0, 1.0), (-3, float("inf"))])
 def test_a_rank_is_no_part_of_what_is_asked(rank: Rank) -> None:
-    assert request("a", None) == SampleRequest(
-        "a", (1, 2), 0, (0, 0), (), Sampling(max_tokens=2), rank=lambda: rank
-    )
+    assert request("a", None) == SampleRequest("a", (1, 2), 0, (0, 0), (), Sampling(max_tokens=2), rank=lambda: rank)

@@ -63,7 +63,8 @@ def test_in_whatever_order_they_begin_all_draw_the_same() -> None:
             for _ in range(2):
                 futures = rollouts.play(named, 4, Sampling(max_tokens=8))
                 while not all(future.done() for group in futures for future in group):
-                    clock.go_on(lambda: True)
+                    now = clock.time()
+                    clock.go_on(lambda now=now: clock.time() > now)
                 asked = [asked.trajectory for asked in sampler.requests if asked.start == 0]
             return [[future.result()[0] for future in group] for group in futures], asked[24:]
         finally:
