@@ -152,7 +152,8 @@ def test_the_same_seeds_give_the_same_tokens_and_log_probs(plain: Engine, temper
     assert plain.take_stats().verified == 0
     found = played(plain, NAMES[:8], costs, temperature=temperature)
     stats = plain.take_stats()
-    assert stats.drafted >= stats.accepted > 0
+    assert stats.drafted >= stats.accepted
+    assert stats.verified > 0
     assert_same(found, want)
 
 
