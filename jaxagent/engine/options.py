@@ -38,10 +38,11 @@ class EngineOptions:
             raise ValueError(
                 "engine.recompute does not go with learner.replay_routing: a token would have two choices of experts"
             )
-        if self.pages < 0 or 0 < self.pages <= self.slot_tokens // self.chunk:
+        whole = self.slot_tokens // self.chunk
+        if self.pages < 0 or 0 < self.pages <= whole:
             raise ValueError(
-                f"engine.pages must be 0 or more than a slot's slot_tokens / chunk = {self.slot_tokens // self.chunk} (one page "
-                f"belongs to nobody), got {self.pages}"
+                f"engine.pages must be 0 or more than a slot's slot_tokens / chunk = {whole} (one page belongs to nobody), got "
+                f"{self.pages}"
             )
         if self.offload_after_s < 0:
             raise ValueError(f"engine.offload_after_s must not be negative, got {self.offload_after_s}")
