@@ -107,11 +107,12 @@ class EngineShapes:
             top_logprobs=options.top_logprobs,
             pages=form,
         )
+        self.whole_keys = bool(config.kv_heads % mesh.size["tensor"])
         axes = logical_axes(nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0))))
         self.given = jax.tree.map(self._shape, trained, axes)
         layers = {name: a[1:] for name, a in axes["blocks"].items()}
         weights = jax.eval_shape(self.steps.publish, trained)
-        each = {name: layers[name] for name in weights["blocks"][0]}
+        each = {name: self._flattened(layers[name], len(w.shape)) for name, w in weights["blocks"][0].items()}
         named = {**{name: axes[name] for name in weights}, "blocks": (each,) * config.layers}
         self.weights = jax.tree.map(self._shape, weights, named)
         o = options
@@ -120,6 +121,13 @@ class EngineShapes:
         self.plain = jax.eval_shape(lambda: new_rows(o.slots, o.stop_tokens))
         sizes = ControlSizes(**{name: getattr(o, name) for name in ControlSizes.__annotations__})
         self.rows = jax.tree.map(self._shape, self.plain | jax.eval_shape(lambda: new_controls(o.slots, sizes)))
+
+    def _flattened(self, axes: tuple[str | None, ...], rank: int) -> tuple[str | None, ...]:
+        """The names of a linear map's dimensions where it has become a matrix [in, out]."""
+        if len(axes) == rank or self.mesh.platform != "tpu":
+            return axes
+        # Too few key heads to be cut are too few as columns of a matrix, whose number does not show it.
+        return tuple(None if axis == "kv_heads" and self.whole_keys else axis for axis in axes if axis != "head")
 
     def _shape(self, x: Any, axes: tuple[str | None, ...] = ()) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.mesh.sharding(axes, x.shape))

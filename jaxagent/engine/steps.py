@@ -39,7 +39,17 @@ from jaxagent.models.adapters import merged, unadapted
 from jaxagent.models.attention import Attend
 from jaxagent.models.layers import rms_norm
 from jaxagent.models.moe import mix_experts
-from jaxagent.models.transformer import Decoder, DecoderConfig, Params, embed, head_logits, head_table, output_first, unstack
+from jaxagent.models.transformer import (
+    Decoder,
+    DecoderConfig,
+    Params,
+    embed,
+    head_logits,
+    head_table,
+    input_first,
+    output_first,
+    unstack,
+)
 from jaxagent.sharding import DeviceMesh
 
 Forward = Callable[..., tuple[Array, Cache, Array | None]]
@@ -103,6 +113,8 @@ def make_steps(
     def publish(params: Params) -> Params:
         # A real copy: an output that is its own input would die when the learner donates its weights.
         sliced = unstack(jax.tree.map(lambda w: jnp.array(w, dtype, copy=True), merged(params, config)), config.layers)
+        if mesh.platform == "tpu":
+            return {**sliced, "blocks": tuple(input_first(layer) for layer in sliced["blocks"])}
         if not takes_output_first(config, mesh):
             return sliced
         return {**sliced, "blocks": tuple(output_first(layer) for layer in sliced["blocks"])}
@@ -155,7 +167,7 @@ def takes_output_first(config: DecoderConfig, mesh: DeviceMesh) -> bool:
 def forward_fn(config: DecoderConfig, mesh: DeviceMesh, record_routing: bool) -> Forward:
     """The decoder up to its last hidden state: (params, cache, token_BT, pos_BT, attend) -> (x, cache, experts or None)."""
     blocks = nnx.eval_shape(lambda: Decoder(unadapted(config), nnx.Rngs(0)).blocks)
-    blocks.output_first = takes_output_first(config, mesh)
+    blocks.output_first, blocks.input_first = takes_output_first(config, mesh), mesh.platform == "tpu"
     block_graph = nnx.split(blocks)[0]
 
     mix = partial(mix_experts, spec=config.mixture, mesh=mesh) if config.experts else None

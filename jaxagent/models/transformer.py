@@ -132,7 +132,7 @@ class Block(nnx.Module):
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs, stack: tuple[int, ...] = ()):
         c = config
         self.config = config
-        self.output_first = False  # the engine's copy may hold linear maps as `output_first` lays them
+        self.output_first = self.input_first = False  # the engine's copy may hold linear maps as these functions lay them
         ax = ("layers",) * len(stack)
         shrink = (2 * c.layers) ** -0.5  # keeps the residual stream's variance bounded at any depth
         into, out_of, norm = c.width**-0.5, (c.heads * c.head_width) ** -0.5 * shrink, 1.0 - c.plus_one_norms
@@ -182,6 +182,9 @@ class Block(nnx.Module):
         if self.output_first:
             y = jnp.einsum("BTI,OI->BTO", x.reshape(*x.shape[:2], -1), getattr(self, name)[...])
             return y.reshape(*x.shape[:2], -1, self.config.head_width) if name in "qkv" else y
+        if self.input_first and name in "qkvo":
+            y = project("BTI,IO->BTO", x.reshape(*x.shape[:2], -1), getattr(self, name)[...])
+            return y if name == "o" else y.reshape(*x.shape[:2], -1, self.config.head_width)
         equation, lora = LINEARS[name], self.config.lora
         y = project(equation, x, getattr(self, name)[...])
         if lora is None or name not in lora.targets:
@@ -356,3 +359,9 @@ def output_first(layer: Params) -> Params:
     """A layer's linear maps as matrices [out, in]: from memory, a CPU multiplies a few dozen rows with these fastest."""
     inside = {name: math.prod(layer[name].shape[: input_dimensions(name)]) for name in LINEARS}
     return {**layer, **{name: layer[name].reshape(inside[name], -1).T for name in LINEARS}}
+
+
+def input_first(layer: Params) -> Params:
+    """A layer's maps of attention as matrices [in, out], into which a TPU's loop over tokens would copy them for each call."""
+    inside = {name: math.prod(layer[name].shape[: input_dimensions(name)]) for name in "qkvo"}
+    return {**layer, **{name: layer[name].reshape(inside[name], -1) for name in "qkvo"}}

@@ -21,6 +21,7 @@ from jaxagent.models.transformer import (
     embed,
     head_logits,
     head_table,
+    input_first,
     logical_axes,
     output_first,
     params_of,
@@ -108,7 +109,7 @@ def test_the_scan_over_layers_equals_a_loop_over_unstacked_ones(config: DecoderC
     np.testing.assert_allclose(alone(policy, tokens), loop(params_of(policy)[1]), atol=1e-5)
 
 
-def test_linear_maps_laid_with_their_outputs_first_give_the_same() -> None:
+def test_linear_maps_laid_as_matrices_give_the_same() -> None:
     config = tiny.config(o_bias=True, qkv_bias=True)
     policy = tiny.policy(config)
     x, pos = jax.random.normal(jax.random.key(0), (2, LENGTH, config.width)), jnp.arange(LENGTH)[None]
@@ -124,6 +125,11 @@ def test_linear_maps_laid_with_their_outputs_first_give_the_same() -> None:
     assert laid["o"].shape == (config.width, config.heads * config.head_width)
     assert laid["gate"].shape == laid["down"].shape[::-1] == (config.ffn_width, config.width)
     policy.blocks.output_first = True
+    np.testing.assert_allclose(jax.jit(run)(laid), want, atol=1e-5)
+    policy.blocks.output_first, policy.blocks.input_first = False, True
+    laid = input_first(layer)
+    assert laid["k"].shape == (config.width, config.kv_heads * config.head_width)
+    assert laid["o"].shape == (config.heads * config.head_width, config.width)
     np.testing.assert_allclose(jax.jit(run)(laid), want, atol=1e-5)
 
 
