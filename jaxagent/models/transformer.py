@@ -363,6 +363,6 @@ def output_first(layer: Params) -> Params:
 
 
 def heads_first(layer: Params) -> Params:
-    """A layer's maps of attention as matrices [heads, width]: what a TPU's loop over tokens would copy them into at each call."""
+    """A layer's maps of attention as matrices [heads, width], into which a TPU's loop over tokens would copy them."""
     q, k, v = (layer[name].reshape(layer[name].shape[0], -1).T for name in "qkv")
     return {**layer, "q": q, "k": k, "v": v, "o": layer["o"].reshape(-1, layer["o"].shape[-1])}
