@@ -197,6 +197,15 @@ def test_new_weights_in_the_middle_of_turns_are_computed_again_in_pages_of_each_
     pages.publish(tiny.params(CONFIG), version=2)
 
 
+def test_without_exactness_the_tokens_are_the_same(wanted: dict[str, Turns]) -> None:
+    engine = start(replace(PAGES, exact=False))
+    found = run(play_all(engine, seed=3))
+    engine.close()
+    assert {name: [tokens for tokens, _ in turns] for name, turns in found.items()} == {
+        name: [tokens for tokens, _ in turns] for name, turns in wanted.items()
+    }
+
+
 def test_a_cache_of_fewer_pages_than_a_trajectory_needs_is_refused() -> None:
     with pytest.raises(ValueError, match=r"engine\.pages must be 0 or more than a slot's slot_tokens / chunk = 6"):
         replace(SLOTS, pages=6)
