@@ -123,11 +123,12 @@ class EngineShapes:
         self.rows = jax.tree.map(self._shape, self.plain | jax.eval_shape(lambda: new_controls(o.slots, sizes)))
 
     def _flattened(self, axes: tuple[str | None, ...], rank: int) -> tuple[str | None, ...]:
-        """The names of a linear map's dimensions where it has become a matrix [in, out]."""
+        """The names of a linear map's dimensions where it has become a matrix [heads, width]."""
         if len(axes) == rank or self.mesh.platform != "tpu":
             return axes
-        # Too few key heads to be cut are too few as columns of a matrix, whose number does not show it.
-        return tuple(None if axis == "kv_heads" and self.whole_keys else axis for axis in axes if axis != "head")
+        # Too few key heads to be cut are too few as rows of a matrix, whose number does not show it.
+        heads = "kv_heads" if "kv_heads" in axes else "heads"
+        return None if heads == "kv_heads" and self.whole_keys else heads, "embed"
 
     def _shape(self, x: Any, axes: tuple[str | None, ...] = ()) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.mesh.sharding(axes, x.shape))

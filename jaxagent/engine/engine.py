@@ -295,7 +295,6 @@ class Engine:
             out = self._steps.decode(*state, slot_W, used, self._memory.table)
         else:
             assert slot_W is not None  # drafts are for neither exact mode nor pages
-            assert slot_W is not None  # drafts and exact mode exclude each other
             draft_WK = np.full((len(slot_W), drafts.shape[1]), -1, np.int32)
             draft_WK[: len(rows)] = drafts
             out = self._steps.verify(*state, slot_W, draft_WK)

@@ -46,7 +46,7 @@ from jaxagent.models.transformer import (
     embed,
     head_logits,
     head_table,
-    input_first,
+    heads_first,
     output_first,
     unstack,
 )
@@ -115,7 +115,7 @@ def make_steps(
         # A real copy: an output that is its own input would die when the learner donates its weights.
         sliced = unstack(jax.tree.map(lambda w: jnp.array(w, dtype, copy=True), merged(params, config)), config.layers)
         if mesh.platform == "tpu":
-            return {**sliced, "blocks": tuple(input_first(layer) for layer in sliced["blocks"])}
+            return {**sliced, "blocks": tuple(heads_first(layer) for layer in sliced["blocks"])}
         if not takes_output_first(config, mesh):
             return sliced
         return {**sliced, "blocks": tuple(output_first(layer) for layer in sliced["blocks"])}
@@ -169,7 +169,7 @@ def takes_output_first(config: DecoderConfig, mesh: DeviceMesh) -> bool:
 def forward_fn(config: DecoderConfig, mesh: DeviceMesh, record_routing: bool) -> Forward:
     """The decoder up to its last hidden state: (params, cache, token_BT, pos_BT, attend) -> (x, cache, experts or None)."""
     blocks = nnx.eval_shape(lambda: Decoder(unadapted(config), nnx.Rngs(0)).blocks)
-    blocks.output_first, blocks.input_first = takes_output_first(config, mesh), mesh.platform == "tpu"
+    blocks.output_first, blocks.heads_first = takes_output_first(config, mesh), mesh.platform == "tpu"
     block_graph = nnx.split(blocks)[0]
 
     mix = partial(mix_experts, spec=config.mixture, mesh=mesh) if config.experts else None

@@ -132,7 +132,7 @@ class Block(nnx.Module):
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs, stack: tuple[int, ...] = ()):
         c = config
         self.config = config
-        self.output_first = self.input_first = False  # the engine's copy may hold linear maps as these functions lay them
+        self.output_first = self.heads_first = False  # the engine's copy may hold linear maps as these functions lay them
         ax = ("layers",) * len(stack)
         shrink = (2 * c.layers) ** -0.5  # keeps the residual stream's variance bounded at any depth
         into, out_of, norm = c.width**-0.5, (c.heads * c.head_width) ** -0.5 * shrink, 1.0 - c.plus_one_norms
@@ -182,9 +182,10 @@ class Block(nnx.Module):
         if self.output_first:
             y = jnp.einsum("BTI,OI->BTO", x.reshape(*x.shape[:2], -1), getattr(self, name)[...])
             return y.reshape(*x.shape[:2], -1, self.config.head_width) if name in "qkv" else y
-        if self.input_first and name in "qkvo":
-            y = project("BTI,IO->BTO", x.reshape(*x.shape[:2], -1), getattr(self, name)[...])
-            return y if name == "o" else y.reshape(*x.shape[:2], -1, self.config.head_width)
+        if self.heads_first and name == "o":
+            return project("BTI,IO->BTO", x.reshape(*x.shape[:2], -1), self.o[...])
+        if self.heads_first and name in "qkv":
+            return project("BTI,OI->BTO", x, getattr(self, name)[...]).reshape(*x.shape[:2], -1, self.config.head_width)
         equation, lora = LINEARS[name], self.config.lora
         y = project(equation, x, getattr(self, name)[...])
         if lora is None or name not in lora.targets:
@@ -361,7 +362,7 @@ def output_first(layer: Params) -> Params:
     return {**layer, **{name: layer[name].reshape(inside[name], -1).T for name in LINEARS}}
 
 
-def input_first(layer: Params) -> Params:
-    """A layer's maps of attention as matrices [in, out], into which a TPU's loop over tokens would copy them for each call."""
-    inside = {name: math.prod(layer[name].shape[: input_dimensions(name)]) for name in "qkvo"}
-    return {**layer, **{name: layer[name].reshape(inside[name], -1) for name in "qkvo"}}
+def heads_first(layer: Params) -> Params:
+    """A layer's maps of attention as matrices [heads, width], into which a TPU's loop over tokens would copy them."""
+    q, k, v = (layer[name].reshape(layer[name].shape[0], -1).T for name in "qkv")
+    return {**layer, "q": q, "k": k, "v": v, "o": layer["o"].reshape(-1, layer["o"].shape[-1])}

@@ -21,7 +21,7 @@ from jaxagent.models.transformer import (
     embed,
     head_logits,
     head_table,
-    input_first,
+    heads_first,
     logical_axes,
     output_first,
     params_of,
@@ -126,9 +126,9 @@ def test_linear_maps_laid_as_matrices_give_the_same() -> None:
     assert laid["gate"].shape == laid["down"].shape[::-1] == (config.ffn_width, config.width)
     policy.blocks.output_first = True
     np.testing.assert_allclose(jax.jit(run)(laid), want, atol=1e-5)
-    policy.blocks.output_first, policy.blocks.input_first = False, True
-    laid = input_first(layer)
-    assert laid["k"].shape == (config.width, config.kv_heads * config.head_width)
+    policy.blocks.output_first, policy.blocks.heads_first = False, True
+    laid = heads_first(layer)
+    assert laid["k"].shape == (config.kv_heads * config.head_width, config.width)
     assert laid["o"].shape == (config.heads * config.head_width, config.width)
     np.testing.assert_allclose(jax.jit(run)(laid), want, atol=1e-5)
 
