@@ -208,7 +208,8 @@ def tails(options: argparse.Namespace) -> dict[str, dict[str, float]]:
                 played = rollouts.play(named, options.group, Sampling(max_tokens=options.turn_tokens))
                 rows[name] = [row.tokens for futures in played for row in wait(futures)]
                 took = time.perf_counter() - began
-                found.setdefault(name, {})[visit] = min(took, found[name].get(visit, took))
+                best = found.setdefault(name, {})
+                best[visit] = min(took, best.get(visit, took))
             rollouts.close()
         assert rows["fifo"] == rows["long first"], "who goes first must not change what is sampled"
     engine.close()
