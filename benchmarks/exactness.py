@@ -139,8 +139,8 @@ def _calls(engine: Any, options: argparse.Namespace, told: Sequence[Sequence[int
             for row in rows:
                 armed["token"][row] = told[row][call * steps - 1] if call else row
                 armed["key"][row] = row, 1
-        state = engine._params, engine._cache, engine._rows, engine._arming.place(armed), engine.controls.grammars
-        engine._cache, engine._rows, tokens, logprobs, *_ = engine._steps.decode(*state, *which)
+        state = engine._params, engine._memory.cache, engine._rows, engine._arming.place(armed), engine.controls.grammars
+        engine._memory.cache, engine._rows, tokens, logprobs, *_ = engine._steps.decode(*state, *which)
         for row, new, new_logprobs in zip(rows, np.asarray(tokens), np.asarray(logprobs), strict=True):
             drawn[row][0].extend(new.tolist())
             drawn[row][1].extend(new_logprobs.tolist())

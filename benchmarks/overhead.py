@@ -113,13 +113,13 @@ def alone(engine: Any, calls: int) -> tuple[float, float]:
     def work() -> None:
         o = engine.options
         which = (None, 0) if o.exact else (np.arange(o.slots, dtype=np.int32), o.slot_tokens)
-        before, began = engine._cache, (0.0, 0.0)
+        before, began = engine._memory.cache, (0.0, 0.0)
         for call in range(-2, calls):
             if call == 0:
                 jax.block_until_ready(before)
                 began = time.perf_counter(), time.thread_time()
-            state = engine._params, engine._cache, engine._rows, engine._arming.take(), engine.controls.grammars
-            engine._cache, engine._rows, tokens, *_ = engine._steps.decode(*state, *which)
+            state = engine._params, engine._memory.cache, engine._rows, engine._arming.take(), engine.controls.grammars
+            engine._memory.cache, engine._rows, tokens, *_ = engine._steps.decode(*state, *which)
             if call > -2:
                 jax.block_until_ready(before)
             before = tokens

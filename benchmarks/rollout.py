@@ -36,6 +36,7 @@ from scheduling import Shape, Tools, Unranked
 from jaxagent.agent import Agent, Limits
 from jaxagent.chat.plain import PlainTemplate
 from jaxagent.engine.engine import Engine, EngineOptions
+from jaxagent.engine.memory import copied_length
 from jaxagent.models.transformer import Decoder, DecoderConfig, params_of
 from jaxagent.parts import keep_freed_memory
 from jaxagent.rollout import RolloutOptions, Rollouts, wait
@@ -232,24 +233,26 @@ def parts(options: argparse.Namespace) -> dict[str, dict[str, float]]:
         tokens = rng.integers(0, config.vocab_size, (rows, count)).astype(np.int32)
         full = np.full(rows, count, np.int32)
         slots, at = np.arange(rows, dtype=np.int32), np.full(rows, start, np.int32)
-        engine._cache, *_ = engine._steps.append(engine._params, engine._cache, slots, tokens, at, full)
-        jax.block_until_ready(engine._cache)
+        engine._memory.cache, *_ = engine._steps.append(engine._params, engine._memory.cache, slots, tokens, at, full)
+        jax.block_until_ready(engine._memory.cache)
 
     def fork() -> None:
         append(one, 1, held, 0)
         slots = np.zeros(1, np.int32)
         for member in range(1, group):
-            one._cache = one._steps.fork(one._cache, slots, np.asarray([member], np.int32), one._copied_length(held))
-        jax.block_until_ready(one._cache)
+            one._memory.cache = one._steps.fork(
+                one._memory.cache, slots, np.asarray([member], np.int32), copied_length(one.options, held)
+            )
+        jax.block_until_ready(one._memory.cache)
 
     def decode(engine: Engine, used: int) -> None:
         armed = {name: np.array(value) for name, value in engine._arming.nothing.items()}
         armed["mask"][:] = armed["live"][:] = True
         armed["pos"][:], armed["left"][:], armed["top_p"][:], armed["temperature"][:] = 100, 1000, 1.0, 1.0
         slots = np.arange(group, dtype=np.int32)
-        state = engine._params, engine._cache, engine._rows, engine._arming.place(armed), engine.controls.grammars
+        state = engine._params, engine._memory.cache, engine._rows, engine._arming.place(armed), engine.controls.grammars
         out = engine._steps.decode(*state, slots, used)
-        engine._cache, engine._rows, *_ = jax.block_until_ready(out)
+        engine._memory.cache, engine._rows, *_ = jax.block_until_ready(out)
 
     pairs = {
         f"a group's prompt of {held}: {group} prefills / one and copies": (lambda: append(engine, group, held, 0), fork),

@@ -104,7 +104,7 @@ def get_config(arg: str = "") -> ConfigDict:
     c.engine.pages = 0  # of chunk tokens, that slots share and take as they grow; 0: each slot keeps slot_tokens of its own
     c.engine.exact = True  # no bit of a trajectory depends on its neighbours; false computes rows and positions in use only
     c.engine.draft_tokens = 0  # guessed from what a group said and heard, and verified in one forward; 0: none; not with exact
-    c.engine.offload_after_s = 0.0  # a tool this slow loses its slot, if others want it, to host memory; 0: never
+    c.engine.offload_after_s = 0.0  # a tool this slow loses its slot, if wanted, to host memory; 0: for want of pages only
     c.engine.recompute = False  # cached keys of trajectories in flight are computed again under new weights, else kept
     c.engine.dtype = "float32"  # of the sampler's weights and cache
 

@@ -182,7 +182,8 @@ def peaks(held: dict[str, int], temporaries: dict[str, int], *, streamed: bool =
         ahead: the engines sample for later steps while gradients are computed.
     """
     everything = sum(held.values())
-    always, sampling = everything - held["gradient sum"], max(temporaries["append"], temporaries["decode"])
+    always = everything - held["gradient sum"]
+    sampling = max(temporaries.get(name, 0) for name in ("append", "decode", "verify"))
     beside = sampling if ahead else 0
     return {
         "gradient": everything + temporaries["gradient"] + beside,
@@ -412,16 +413,14 @@ def at_least(run: Shapes) -> dict[str, dict[str, float]]:
     held, sampler, cache = size_bytes(run.learner.trained), size_bytes(run.engine.weights), size_bytes(run.engine.cache)
     fed = e.append_rows * e.append_tokens[-1]
     attended = 4 * c.layers * c.heads * c.head_width * e.slot_tokens / 2
-    one = (2 * weights + attended) / tensor
+    one, passed = (2 * weights + attended) / tensor, 3 * weights / tensor * _bytes(o.dtype) + 2 * held
     return {
-        "gradient": {
-            "flop": passes * forward * tokens / chips,
-            "moved_bytes": 3 * weights / tensor * _bytes(o.dtype) + 2 * held,
-        },
+        "gradient": {"flop": passes * forward * tokens / chips, "moved_bytes": passed},
         "update": {"flop": 0.0, "moved_bytes": 7.0 * held},
         "publish": {"flop": 0.0, "moved_bytes": float(size_bytes(run.engine.given) + sampler)},
         "append": {"flop": one * fed, "moved_bytes": float(sampler)},
         "decode": {"flop": one * e.slots * e.decode_tokens, "moved_bytes": e.decode_tokens * (sampler + cache / 2)},
+        "verify": {"flop": one * e.slots * (e.draft_tokens + 1), "moved_bytes": sampler + cache / 2},
     }
 
 

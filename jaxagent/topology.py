@@ -134,7 +134,7 @@ class EngineShapes:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.mesh.sharding(axes, x.shape))
 
     def lower(self) -> dict[str, jax.stages.Lowered]:
-        """publish, append of the longest length, and decode of all slots with all their positions."""
+        """publish, append of the longest length, decode and verify of all slots with all their positions."""
         return {name: getattr(self.steps, name).lower(*given) for name, given in self.arguments().items()}
 
     def arguments(self) -> dict[str, tuple[Any, ...]]:
@@ -148,11 +148,15 @@ class EngineShapes:
         # As the engine calls it: what scores fed tokens is there only where requests may ask for it.
         score = (slot_R, np.zeros(o.append_rows, np.float32)) if o.prompt_logprobs else None
         table = np.zeros((o.slots, o.slot_tokens // o.chunk), np.int32) if o.pages else None
-        return {
+        state = self.weights, self.cache, self.rows, armed, None
+        found: dict[str, tuple[Any, ...]] = {
             "publish": (self.given,),
             "append": (self.weights, self.cache, slot_R, token_RA, slot_R, slot_R, score, table),
-            "decode": (self.weights, self.cache, self.rows, armed, None, *whole, table),
+            "decode": (*state, *whole, table),
         }
+        if o.draft_tokens:
+            found["verify"] = (*state, whole[0], np.zeros((o.slots, o.draft_tokens), np.int32))
+        return found
 
 
 # ---------------------------------------------------------------------- how large, how fast

@@ -1,9 +1,9 @@
 """The engine's door: `await engine.generate(request)`. One thread owns the device, any asyncio loop may wait.
 
-The thread repeats: take what arrived, admit, fork or prefill, send a decode call, read the one before, answer the turns that
-ended. Liveness is the device's: a row that stopped in a call not read yet is frozen in the next, so nothing is guessed. What
-the host does to a slot meanwhile is queued behind the call. What a trajectory has cached is kept until `release`, in its slot
-or in host memory; with `recompute` it is computed again under new weights.
+The thread repeats: take what arrived, admit, fork or prefill, send a decode call, read the one before (with drafts or pages:
+read it), answer the turns that ended. Liveness is the device's: a row that stopped in a call not read yet is frozen in the
+next, so nothing is guessed. What the host does to a slot meanwhile is queued behind the call. What a trajectory has cached is
+kept until `release`, in its slot or in host memory; with `recompute` it is computed again under new weights.
 """
 
 from __future__ import annotations
@@ -210,9 +210,9 @@ class Engine:
                         self._wake.wait(self._until_room())
                         deadline = time.monotonic() + self._patience()
                 work, self._inbox = self._inbox, deque()
-            began = time.monotonic()
             for item in work:
                 item()
+            began = time.monotonic()  # what was posted, such as new weights, is no work of a call
             self.table.admit()
             self._make_room()
             if self.table.sampling:
@@ -233,10 +233,9 @@ class Engine:
     def _until_room(self) -> float | None:
         """Seconds until a slot may be taken from a trajectory whose tool is slow; None where nobody waits for one."""
         stuck = self.table.pages is not None and not self.table.sampling  # else who waits for pages might wait for ever
-        row = self.table.idle_longest() if self.options.offload_after_s or stuck else None
-        if stuck and row:
-            return 0.0
-        return max(0.0, row.idle_since + self.options.offload_after_s - time.monotonic()) if row else None
+        after_s = 0.0 if stuck else self.options.offload_after_s
+        row = self.table.idle_longest() if after_s or stuck else None
+        return max(0.0, row.idle_since + after_s - time.monotonic()) if row else None
 
     def _make_room(self) -> None:
         """Moves trajectories whose tools are slow to host memory, for those that wait for a slot."""
@@ -316,6 +315,7 @@ class Engine:
         if self._flight:
             self._collect(self._flight)
             self._flight = None
+        jax.block_until_ready(self._rows)  # also a call in which nobody was left
 
     def _active(self, rows: list[Row]) -> tuple[np.ndarray | None, int]:
         """The slots to step and the positions that they use, both of compiled sizes; all of both in exact mode."""

@@ -22,7 +22,7 @@ class EngineOptions:
     draft_tokens: int = 0  # most tokens that are guessed from a row's group and verified in one forward; 0: none
     fork_min_tokens: int = 32  # shorter prompts are prefilled again instead of copied
     stop_tokens: int = 4  # most stop ids of a request
-    offload_after_s: float = 0.0  # a tool this slow loses its trajectory's slot, if wanted, to host memory; 0: never
+    offload_after_s: float = 0.0  # a tool this slow loses its slot, if wanted, to host memory; 0: for want of pages only
     recompute: bool = False  # what is cached is computed again under published weights, instead of kept
     overlap: bool | None = None  # a decode call is sent before the last one's tokens are read; None: where that pays
     linger: float = 0.3  # longest wait for company, as a share of a decode call
@@ -49,6 +49,8 @@ class EngineOptions:
                 f"engine.draft_tokens={self.draft_tokens} needs engine.exact=False: the draws are the same, but the last bits "
                 "of log-probs depend on which tokens share a forward"
             )
+        if self.overlap and (self.draft_tokens or self.pages):
+            raise ValueError("engine.overlap does not go with engine.draft_tokens or engine.pages: they go by what was read")
         if self.draft_tokens and self.pages:
             raise ValueError("engine.draft_tokens does not go with engine.pages: a draft is verified in slots")
         whole = self.slot_tokens // self.chunk

@@ -5,7 +5,8 @@ request until it is released, also while its tool runs; where others want the sl
 move to host memory meanwhile.
 
 Where keys and values lie in pages, a slot holds as many as its trajectory needs. When none is free, a trajectory that waits for
-its tool gives its own, moved to host memory; then the youngest turn in progress, which pauses. The eldest always goes on.
+its tool gives its own, moved to host memory; then the youngest turn in progress, which pauses. The eldest turn that has a slot
+always goes on.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class Row:
     turns_done: int = 0
     idle_since: float = 0.0  # when the last turn ended
     stash: Any = None  # its keys and values in host memory, while it has no slot or no pages
-    number: int = 0  # counts trajectories in the order in which they came
+    number: int = 0  # counts trajectories in the order in which they first got a slot
     paused: bool = False  # its turn waits for pages
     copies: list[tuple[int, int]] = field(default_factory=list)  # pages that its fork copies, (from, to)
     routing: list[Any] = field(default_factory=list)  # recorded experts of this turn's tokens, in pieces
@@ -123,7 +124,7 @@ class SlotTable:
             self.waiting.append((request, ticket))
 
     def admit(self) -> None:
-        """Gives free slots to waiting trajectories: by rank where they have one, else in order of arrival."""
+        """Gives free slots to waiting trajectories: by rank, one without counts as (0, 0); equals in order of arrival."""
         if self.free and any(request.rank for request, _ in self.waiting):
             self.waiting = deque(sorted(self.waiting, key=lambda waits: _rank(waits[0]), reverse=True))  # equals keep theirs
         while self.waiting and self.free and self._has_pages(self.waiting[0][0]):
@@ -220,8 +221,6 @@ class SlotTable:
             return
         turns = sorted((row for row in self.by_slot if row and row.request), key=lambda row: row.number)
         for i, row in enumerate(turns):
-            if not row.request:  # its turn has ended meanwhile
-                continue
             while not (grown := self._grow(row)) and (victim := self._victim(turns[i + 1 :])):
                 yield victim
                 self._yield_pages(victim)
@@ -235,7 +234,8 @@ class SlotTable:
         assert self.pages is not None
         wanted = {id(row.source) for row in self.begun}
         holding = [row for row in younger if self.pages.holds(row.slot) and id(row) not in wanted]
-        return min(self._idle(), key=lambda row: row.idle_since, default=holding[-1] if holding else None)
+        idle = [row for row in self._idle() if self.pages.holds(row.slot)]
+        return min(idle, key=lambda row: row.idle_since, default=holding[-1] if holding else None)
 
     def _yield_pages(self, row: Row) -> None:
         """Who waits for its tool loses its slot too; a turn in progress keeps it, for what the device knows of the turn."""

@@ -102,8 +102,8 @@ def make_steps(
     `decode` steps all slots and reads chunks, so that no row's bits depend on its neighbours; or it is told which slots to
     step, and how many positions of them are in use, and reads these in one pass.
 
-    With `pages` the cache is pages, append and decode are told which are whose (`table_CM`), and rows are all computed to the
-    same bits in either way; fork, stash and restore are told pages in place of slots and lengths.
+    With `pages` the cache is pages, append and decode are told which are whose (`table_CM`), and attention has the same bits in
+    either way, products of fewer rows may not; fork, stash and restore are told pages in place of slots and lengths.
 
     Adapters are merged when weights are published: decoding costs what it does without them. With `record_routing`, append
     and decode also return the experts of every fed token, int16 [..., L, k]. With `top_logprobs` = n, rows need controls, and

@@ -218,6 +218,10 @@ def test_exact_bits_and_drafts_exclude_each_other() -> None:
         EngineOptions(draft_tokens=4)
     with pytest.raises(ValueError, match="must not be negative, got -1"):
         EngineOptions(draft_tokens=-1)
+    with pytest.raises(ValueError, match=r"engine.draft_tokens does not go with engine.pages"):
+        EngineOptions(exact=False, draft_tokens=4, pages=9)
+    with pytest.raises(ValueError, match=r"engine.overlap does not go with"):
+        EngineOptions(exact=False, draft_tokens=4, overlap=True)
 
 
 # ---------------------------------------------------------------------- what pays
