@@ -83,7 +83,7 @@ class _Paused:
 
 @dataclass(frozen=True)
 class Device:
-    """Seconds of programs on one H200 with a model of 1.5 billion weights, at the rates of docs/BENCHMARKS.md."""
+    """Seconds of programs with a model of 1.5 billion weights on one H200, at rates that are assumed and were not measured."""
 
     params: float = 1.54e9
     cached_bytes: float = 2 * 28 * 2 * 128 * 2  # of a token's keys and values

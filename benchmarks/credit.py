@@ -22,19 +22,26 @@ import numpy as np
 from jaxagent.metrics import read
 
 WINDOW = 5
-T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 8: 2.365, 10: 2.262}  # of Student's distribution, by seeds
+T_95 = (  # of Student's distribution, for 1 to 30 degrees of freedom
+    *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131),
+    *(2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042),
+)
 WORLDS = ("corridor", *credit_maze.MAZES)
 KNOWN = tuple(dict.fromkeys([*credit_corridor.ROWS, *credit_maze.METHODS, "credit"]))
 Run = dict[str, Any]
 
 
 def interval(values: Sequence[float], digits: int, most: float = float("inf")) -> str:
-    """Mean and half of the 95 % interval, if there are two; what was never reached counts as `most`."""
+    """Mean and half of the 95 % interval, if there are two; what was never reached counts as `most`.
+
+    Of more than 31 values it is a little too wide.
+    """
     capped = np.minimum(values, most)
     told = f"{'> ' * bool(np.isinf(values).any())}{capped.mean():.{digits}f}"
     if len(values) < 2:
         return told
-    return f"{told} ± {T_95.get(len(values), 1.96) * capped.std(ddof=1) / len(values) ** 0.5:.{digits}f}"
+    t = T_95[min(len(values) - 1, len(T_95)) - 1]
+    return f"{told} ± {t * capped.std(ddof=1) / len(values) ** 0.5:.{digits}f}"
 
 
 def until(success: Sequence[float], spent: np.ndarray, level: float) -> float:
@@ -63,8 +70,9 @@ def header(title: str, unit: str, *more: str) -> str:
     return f"\n| {title} | " + " | ".join(names) + " |\n|---|" + "---:|" * len(names)
 
 
-def print_corridor(runs: Sequence[Run]) -> None:
-    """A table per distance."""
+def print_corridor(runs: Sequence[Run], rollouts: int) -> None:
+    """A table per distance, of the runs with so many rollouts in a group; branched ones have their own number."""
+    runs = [run for run in runs if branched(run["method"]) or run["rollouts"] == rollouts]
     for distance in sorted({run["distance"] for run in runs}):
         print(header(f"corridor, distance {distance}", "turns", "correlation", "blame", "noise"))
         for method in credit_corridor.ROWS:
@@ -93,12 +101,18 @@ def print_maze(world: str, runs: Sequence[Run]) -> None:
             print(f"| {name} | " + " | ".join(cells) + " |")
 
 
+def branched(method: str) -> bool:
+    return method.endswith("branched")
+
+
 def wanted(options: argparse.Namespace) -> Iterator[Run]:
     """What names a run, for all runs, the most important ones first."""
     for seed in range(options.seeds if "corridor" in options.worlds else 0):
         for distance in options.distances:
             rows = [row for row in credit_corridor.ROWS if row in (options.methods or credit_corridor.ROWS)]
-            yield from ({"world": "corridor", "distance": distance, "method": row, "seed": seed} for row in rows)
+            for row in rows:
+                groups = {} if branched(row) else {"rollouts": options.rollouts}
+                yield {"world": "corridor", "distance": distance, "method": row, "seed": seed, **groups}
     methods = [method for method in (*credit_maze.METHODS, "credit") if method in (options.methods or KNOWN)]
     for world in (world for world in credit_maze.MAZES if world in options.worlds):
         yield from credit_maze.ordered(world, methods, options.seeds)
@@ -113,6 +127,17 @@ def played(run: Run, options: argparse.Namespace) -> Run:
     return credit_maze.learn(run["world"], run["method"], run["seed"], options.out)
 
 
+def stored(path: Path) -> list[Run]:
+    """The runs of a file. Those of the corridor that do not say how many rollouts a group has are of the default."""
+    return [{"rollouts": credit_corridor.ROLLOUTS, **run} if run["world"] == "corridor" else run for run in read(path)]
+
+
+def trim(path: Path) -> None:
+    """Takes a torn last line away, to which the next would be appended."""
+    if path.exists() and not (text := path.read_text()).endswith("\n"):
+        path.write_text(text[: text.rfind("\n") + 1])
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs what is missing and prints the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -121,21 +146,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--methods", nargs="+", choices=KNOWN, help="default: all")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--distances", type=int, nargs="+", default=credit_corridor.DISTANCES)
-    parser.add_argument("--rollouts", type=int, default=8, help="of a group of the corridor without branches")
+    parser.add_argument(
+        "--rollouts", type=int, default=credit_corridor.ROLLOUTS, help="of a group of the corridor without branches"
+    )
     parser.add_argument("--table", action="store_true", help="prints what there is")
     options = parser.parse_args(arguments)
     options.out.mkdir(parents=True, exist_ok=True)
     path = options.out / "runs.jsonl"
+    if not options.table:
+        trim(path)
     for run in () if options.table else wanted(options):
-        if any(run.items() <= there.items() for there in read(path)):
+        if any(run.items() <= there.items() for there in stored(path)):
             continue
         began = time.process_time()
         told = {**run, **played(run, options), "all_cpu_s": time.process_time() - began}
         with path.open("a") as file:
             file.write(json.dumps(told, default=float) + "\n")
         print(f"{' '.join(map(str, run.values()))}: {told['all_cpu_s']:.1f} CPU-s", file=sys.stderr, flush=True)
-    runs = read(path)
-    print_corridor([run for run in runs if run["world"] == "corridor"])
+    runs = stored(path)
+    print_corridor([run for run in runs if run["world"] == "corridor"], options.rollouts)
     for world in credit_maze.MAZES:
         if of := [run for run in runs if run["world"] == world]:
             print_maze(world, of)

@@ -223,7 +223,7 @@ class Feed:
         self._owed = []
         for _ in range(self.options.max_rounds if mixed else 1):
             wanted = self.options.prompts - len(kept)
-            self._admit(self.pacing.room(wanted, len(self.ahead), steps_left))
+            self._admit(self.pacing.room(wanted, len(self.ahead), steps_left), len(kept))
             due = [self.ahead.popleft() for _ in range(wanted)]
             groups: dict[int, Group] = {}
             for admitted in waiting.finished(due):
@@ -246,9 +246,9 @@ class Feed:
                 break
         return kept, sampled
 
-    def _admit(self, count: int) -> None:
-        """Draws tasks and starts their episodes."""
-        self._play(self._draw(count))
+    def _admit(self, count: int, kept: int) -> None:
+        """Draws tasks and starts their episodes, where the step that is due has so many groups already."""
+        self._play(self._draw(count), kept)
 
     def _draw(self, count: int) -> list[tuple[int, int]]:
         """The next places in the stream and their tasks."""
@@ -256,12 +256,16 @@ class Feed:
         self.drawn += count
         return places
 
-    def _play(self, places: Sequence[tuple[int, int]]) -> None:
-        """Starts the episodes of groups that are this host's."""
-        own = [place for place in places if self.peers is None or self.peers.owns(place[0])]
+    def _play(self, places: Sequence[tuple[int, int]], kept: int = 0) -> None:
+        """Starts the episodes of groups that are this host's, those of a later step as such that are wanted later.
+
+        Which step that is, only the place in the queue says: where groups are replaced, a step takes more of them than others.
+        """
+        queued = enumerate(places, kept + len(self.ahead))
+        own = [(at, place) for at, place in queued if self.peers is None or self.peers.owns(place[0])]
         started: dict[tuple[int, int], list[Future[list[Trajectory]]]] = {}
-        for _, step in groupby(own, lambda place: place[0] // self.options.prompts):  # a later step's are wanted later
-            together = list(step)
+        for _, step in groupby(own, lambda queued: queued[0] // self.options.prompts):
+            together = [place for _, place in step]
             named = [(f"train/{number}", self.world.task("train", index)) for number, index in together]
             episodes = self.rollouts.play(named, self.options.rollouts, self.sampling, journal=self.journal)
             started |= zip(together, episodes, strict=True)

@@ -11,17 +11,22 @@ Who goes first changes nobody's draws: these are fixed by the group, the rollout
 from __future__ import annotations
 
 import asyncio
+import itertools
+import threading
+from bisect import insort
 from collections.abc import AsyncIterator, Callable, Hashable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from jaxagent.types import Rank, Sample, Sampler, SampleRequest
 
 REMEMBERED = 100_000  # tasks: of a world without end none comes twice
+RERANK_S = 0.25  # ranks move with time and with what siblings tell; for so long those are good that were asked for last
 
 
 class Lengths:
-    """What is known of the lengths of episodes, in seconds from the first turn to the end: for so long a slot is held."""
+    """What is known of the lengths of episodes, in seconds from the first slot to the end: for so long it is held."""
 
     def __init__(self, now: Callable[[], float]):
         self.now = now
@@ -34,7 +39,8 @@ class Lengths:
 
     def of_task(self, task: Hashable) -> float | None:
         """The mean of earlier visits; None where there was none."""
-        return self._tasks[task][1] if task in self._tasks else None
+        known = self._tasks.get(task)  # one look: episodes end in another thread
+        return known and known[1]
 
     def learn(self, task: Hashable, seconds: float) -> None:
         """One more episode. Means follow the policy: after 16 episodes the oldest count less and less."""
@@ -58,10 +64,9 @@ class Siblings:
     wave: int
     earlier: float | None = None  # mean length of the task's earlier visits, when the group began
     waiting: list[Member] = field(default_factory=list)  # not over, in the order of the rollouts
-    over: int = 0
-    over_s: float = 0.0  # in all
-    running: int = 0
-    began_s: float = 0.0  # of those that run, in all
+    over: tuple[int, float] = (0, 0.0)  # how many, and their lengths in all
+    running: tuple[int, float] = (0, 0.0)  # how many, and when they began in all
+    changing: threading.Lock = field(default_factory=threading.Lock)  # an episode begins in the engine's thread
 
     def __post_init__(self) -> None:
         self.earlier = self.lengths.of_task(self.task)
@@ -69,7 +74,8 @@ class Siblings:
     @property
     def expected(self) -> float | None:
         """The mean over what is known: one that has run for x seconds and is not over is taken for one of 2 x."""
-        count, total = self.over + self.running, self.over_s + 2 * (self.running * self.lengths.now() - self.began_s)
+        (over, over_s), (running, began_s) = self.over, self.running
+        count, total = over + running, over_s + 2 * (running * self.lengths.now() - began_s)
         if self.earlier is not None:
             count, total = count + 1, total + self.earlier
         return total / count if count else None
@@ -79,7 +85,7 @@ class Member:
     """One episode among its siblings. Its rank may be asked in any thread."""
 
     def __init__(self, siblings: Siblings):
-        self.siblings, self.began_s = siblings, -1.0
+        self.siblings, self.began_s, self.attempt = siblings, -1.0, 1
         siblings.waiting.append(self)
 
     def rank(self) -> Rank:
@@ -89,30 +95,32 @@ class Member:
         if expected is None:
             first = next(iter(of.waiting), None) is self
             return -of.wave, float("inf") if first else of.lengths.mean
-        if self.began_s < 0:
+        if (began_s := self.began_s) < 0:
             return -of.wave, expected
-        held = of.lengths.now() - self.began_s
+        held = of.lengths.now() - began_s
         return -of.wave, max(expected - held, held)
 
-    def begin(self) -> None:
-        """Its first turn is sampled: it has a place."""
-        if self.began_s < 0:
-            self.began_s = self.siblings.lengths.now()
-            self.siblings.running += 1
-            self.siblings.began_s += self.began_s
+    def begin(self, attempt: int | None = None) -> None:
+        """It has a slot; any thread may say so. Of an attempt that is over nobody wants to hear it."""
+        of = self.siblings
+        with of.changing:
+            if self.began_s < 0 and attempt in (None, self.attempt):
+                self.began_s = of.lengths.now()
+                of.running = of.running[0] + 1, of.running[1] + self.began_s
 
     def end(self, counts: bool) -> None:
         """An attempt is over; what the infrastructure broke says nothing of lengths."""
-        if self.began_s < 0:
-            return
-        of, seconds = self.siblings, self.siblings.lengths.now() - self.began_s
-        of.running -= 1
-        of.began_s -= self.began_s
-        self.began_s = -1.0
-        if counts:
-            of.over += 1
-            of.over_s += seconds
-            of.lengths.learn(of.task, seconds)
+        of = self.siblings
+        with of.changing:
+            began_s, self.began_s = self.began_s, -1.0
+            self.attempt += 1
+            if began_s < 0:
+                return
+            seconds = of.lengths.now() - began_s
+            of.running = of.running[0] - 1, of.running[1] - began_s
+            if counts:
+                of.over = of.over[0] + 1, of.over[1] + seconds
+                of.lengths.learn(of.task, seconds)
 
     def leave(self) -> None:
         """There will be no further attempt."""
@@ -120,14 +128,17 @@ class Member:
 
 
 class Ranked:
-    """A sampler that is told the rank of who asks. Implements `types.Sampler`, for one episode."""
+    """A sampler that is told the rank of who asks, and tells when that has a slot. Implements `types.Sampler`.
+
+    It is of one attempt of one episode.
+    """
 
     def __init__(self, sampler: Sampler, member: Member):
-        self.sampler, self.member = sampler, member
+        self.sampler, self.member, self._begin = sampler, member, partial(member.begin, member.attempt)
 
     async def generate(self, request: SampleRequest) -> Sample:
-        sample = await self.sampler.generate(replace(request, rank=self.member.rank))
-        self.member.begin()
+        sample = await self.sampler.generate(replace(request, rank=self.member.rank, begun=self._begin))
+        self._begin()  # not every sampler tells
         return sample
 
     def release(self, trajectory: str) -> None:
@@ -139,35 +150,38 @@ class Gate:
 
     def __init__(self, places: int):
         self.free = places
-        self._waiting: list[tuple[Callable[[], Rank], asyncio.Future[None]]] = []
+        self._came = itertools.count(0, -1)
+        # The highest rank last, as it was when it was asked for: thousands wait, and a rank moves little in RERANK_S.
+        self._waiting: list[tuple[Rank, int, Callable[[], Rank], asyncio.Future[None]]] = []
+        self._ranked_s = 0.0
 
     @asynccontextmanager
     async def place(self, rank: Callable[[], Rank]) -> AsyncIterator[None]:
         """Waits for a place and holds it."""
-        if not self.free:
-            mine = rank, asyncio.get_running_loop().create_future()
-            self._waiting.append(mine)
+        if self.free:
+            self.free -= 1
+        else:
+            mine = asyncio.get_running_loop().create_future()
+            insort(self._waiting, (rank(), next(self._came), rank, mine))
             try:
-                await mine[1]
+                await mine
             except asyncio.CancelledError:
-                if mine in self._waiting:
-                    self._waiting.remove(mine)
-                elif not mine[1].cancelled():  # it had got one
+                if not mine.cancelled():  # it had got one
                     self._pass_on()
                 raise
-        else:
-            self.free -= 1
         try:
             yield
         finally:
             self._pass_on()
 
     def _pass_on(self) -> None:
-        if not self._waiting:
-            self.free += 1
-            return
-        _, future = self._waiting.pop(max(range(len(self._waiting)), key=lambda i: self._waiting[i][0]()))
-        if not future.done():
-            future.set_result(None)
-        else:  # whoever waited was cancelled, and is about to be told
-            self._pass_on()
+        now = asyncio.get_running_loop().time()
+        if self._waiting and now - self._ranked_s >= RERANK_S:
+            self._waiting = sorted((rank(), came, rank, waits) for _, came, rank, waits in self._waiting if not waits.done())
+            self._ranked_s = now
+        while self._waiting:
+            *_, waits = self._waiting.pop()
+            if not waits.done():  # else it was cancelled, and is about to be told
+                waits.set_result(None)
+                return
+        self.free += 1

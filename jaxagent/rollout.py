@@ -88,7 +88,8 @@ class Rollouts:
         self.world, self.agent, self.seed, self.options = world, agent, seed, options
         self._nonce, self._attempts = secrets.token_hex(6), itertools.count()
         self._loop = loop or asyncio.new_event_loop()
-        self._lengths, self._waves = Lengths(self._loop.time), itertools.count(1)
+        self._lengths, self._lengths_of_rests = Lengths(self._loop.time), Lengths(self._loop.time)
+        self._waves = itertools.count(1)
         self._thread = threading.Thread(target=self._loop.run_forever, name="rollouts", daemon=True)
         self._thread.start()
         self._sandbox, self._gate = self._run(self._open(sandbox)).result()
@@ -135,7 +136,8 @@ class Rollouts:
         if getattr(self.world, "forks", False) and len(numbers) > 1:
             name = f"{self._nonce}.{next(self._attempts)}/{stem.group}"
             origin = _Origin(lambda: self.world.episode(name, self._sandbox), len(numbers))
-        how, siblings = _How(sampling, stem=stem, origin=origin), Siblings(self._lengths, stem.group, wave=0)
+        # What is left of an episode from some turn on says nothing of whole ones.
+        how, siblings = _How(sampling, stem=stem, origin=origin), Siblings(self._lengths_of_rests, stem.group, wave=0)
         return [self._run(self._continuation(task, number, Member(siblings), how)) for number in numbers]
 
     def close(self) -> None:

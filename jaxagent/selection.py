@@ -56,6 +56,11 @@ class FinetuneOptions:
             )
         if self.path and self.rounds > 1:
             raise ValueError(f"finetune.rounds must be 1 where finetune.path gives all there is, got {self.rounds}")
+        if self.mode == "rest_mcts" and self.rounds < 2:
+            raise ValueError(
+                "finetune.rounds must be at least 2 where finetune.mode is rest_mcts: the first round has no guide yet; "
+                f"got {self.rounds}"
+            )
         if list(self.threshold) != sorted(self.threshold):
             raise ValueError(f"finetune.threshold must not fall, got {tuple(self.threshold)}")
         if self.beta <= 0:

@@ -168,6 +168,7 @@ class SampleRequest:
         group: trajectories of one group share their first request's tokens, which are prefilled once.
         hear: called in the caller's loop with all tokens of the turn so far, whenever there are more.
         rank: asked, in any thread, when not all who wait can be served: the highest goes first. It changes no token.
+        begun: called in any thread when the request has its slot; some samplers have none, and do not call.
     """
 
     trajectory: str
@@ -179,6 +180,7 @@ class SampleRequest:
     group: str = ""
     hear: Callable[[list[int]], None] | None = field(default=None, compare=False, repr=False)
     rank: Callable[[], Rank] | None = field(default=None, compare=False, repr=False)
+    begun: Callable[[], None] | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,8 @@ def _levels(options: argparse.Namespace) -> list[str]:
     if options.i_understand_unsandboxed:
         if not is_loopback(options.host) or user_id() == 0:
             raise StartError("--i-understand-unsandboxed is for an ordinary user on a loopback address only")
-        wanted.append("L0")
+        if options.min_isolation != "L4":  # which this server does not give, and so refuses, whatever else it is told
+            wanted.append("L0")
     return wanted
 
 

@@ -60,12 +60,15 @@ print("reached:", eval(compile(ast.Expression(last.value), "payload", "eval"), s
 async def reached(runsc: str, attack: Attack) -> str:
     """Returns "" when `attack` was stopped in a gVisor of its own, otherwise what it reached or why it was not made."""
     code = seccomp.build_filter(platform.machine(), sockets=True, own_groups=True).hex()
-    process = await asyncio.create_subprocess_exec(
-        *(runsc, *_FLAGS, sys.executable, "-I", "-S", "-c", _LOCKED),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-    )
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *(runsc, *_FLAGS, sys.executable, "-I", "-S", "-c", _LOCKED),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+        )
+    except OSError as error:  # built for another machine, or half of a download
+        return f"not made: {error}"
     try:
         async with asyncio.timeout(_TIMEOUT_S):
             out, err = await process.communicate(json.dumps([attack.code, code, {"processes": Limits().processes}]).encode())

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from jaxagent import config as configs
+from jaxagent import parts
 from jaxagent.__main__ import parser
 
 ROOT = Path(__file__).parents[1]
@@ -64,8 +65,9 @@ def test_a_command_is_one_that_exists(line: str) -> None:
     spec = next((word.partition("=")[2] for word in words if word.startswith("--config=")), "")
     overrides = [word.removeprefix("--config.") for word in words if word.startswith("--config.")]
     if spec:
-        _, faults = configs.load(str(ROOT / spec), overrides)
+        config, faults = configs.load(str(ROOT / spec), overrides)
         assert not faults
+        assert parts.faults(config) == []  # what `train` and `finetune` would refuse
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

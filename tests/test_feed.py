@@ -111,6 +111,17 @@ def test_mixed_selection_replaces_groups_without_a_signal_until_the_step_is_full
     assert again[0].key == f"train/{later[0]}"
 
 
+def test_groups_that_one_step_is_to_train_on_are_wanted_at_once_also_where_groups_were_replaced() -> None:
+    """The first step takes five groups; so the second leaves the queue with room for one step, of groups 13 to 16."""
+    with feeding(prompts=4, rollouts=2, max_rounds=10, max_staleness=2) as feed:
+        taken = [len(feed.take(mixed=True, version=step, steps_left=3 - step)[1]) for step in range(2)]
+        asked: Any = feed.rollouts.agent.sampler.requests  # type: ignore[union-attr]
+        wave = {int(request.trajectory.split("#")[0].removeprefix("train/")): -request.rank()[0] for request in asked}
+    assert taken[0] == 5
+    assert [wave[number] for number in range(13, 17)] == [wave[13]] * 4
+    assert wave[12] < wave[13] < wave[17]
+
+
 def test_mixed_selection_gives_up_after_its_rounds_with_what_it_has() -> None:
     with feeding(prompts=8, rollouts=2, max_rounds=1) as feed:
         kept, sampled = feed.take(mixed=True)

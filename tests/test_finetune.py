@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import io
 import json
+import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -15,18 +17,28 @@ import pytest
 from compilations import compiled
 from flax import nnx
 from ml_collections import ConfigDict
+from scripted import ScriptedSampler
+from toys import Stairs, climbing
 
 from jaxagent import config as configs
 from jaxagent import finetune, train
 from jaxagent.__main__ import main as command
+from jaxagent.agent import Agent, Limits
+from jaxagent.chat.plain import PlainTemplate
 from jaxagent.checkpoint import Checkpoints
+from jaxagent.data.pack import Batch
 from jaxagent.data.store import Store, audit
+from jaxagent.data.tasks import TaskStream
+from jaxagent.feed import Feed, FeedOptions
 from jaxagent.metrics import read
 from jaxagent.models import hf
 from jaxagent.models.transformer import Decoder, params_of
 from jaxagent.parts import policy_shape
 from jaxagent.progress import Progress
+from jaxagent.rollout import RolloutOptions, Rollouts
+from jaxagent.types import Group, SampleRequest, Sampling
 
+PLAIN = PlainTemplate()
 CONFIGS = Path(__file__).parent.parent / "configs"
 SHIPPED = CONFIGS / "dialogues.jsonl"
 # Mazes in which a walk at random sometimes arrives, so that rewards differ; two steps of every phase of every round.
@@ -165,6 +177,46 @@ def test_what_searches_say_of_turns_teaches_who_guides_the_next(whole: Callable[
     assert all(record["critic/value_mean"] != 0.5 for record in records[1:])
     held = {path.name for path in (whole("rest_mcts") / "checkpoints" / str(LAST)).iterdir()}
     assert {"critic_params", "critic_opt_state"} <= held
+
+
+def test_a_search_is_guided_from_the_second_round_on_by_what_the_second_learner_says(tmp_path: Path) -> None:
+    """Of the same tasks under the same draws, the search finds something else as soon as it is told what states are worth."""
+    asked: list[int] = []
+
+    def score(batch: Batch) -> np.ndarray:
+        """Log-odds that rise with every move up and fall with every move down."""
+        asked.append(batch.tokens.size)
+        moved = (batch.tokens == ord("U")).astype(float) - (batch.tokens == ord("D"))
+        return np.cumsum(moved, axis=1)
+
+    def found(search: Callable[[Feed], list[Group]]) -> list[list[list[int]]]:
+        def write(text: str, request: SampleRequest) -> Any:
+            luck = random.Random(f"{request.key}/{request.start + len(request.tokens)}")
+            return PLAIN.turn(climbing(luck.choice("UUD"))[0])
+
+        world = Stairs(99)  # nobody arrives, so nothing else tells states apart
+        agent = Agent(PLAIN, world.tools, ScriptedSampler(PLAIN, write), Limits(6, 100))
+        rollouts = Rollouts(world, agent, lambda: None, seed=0, options=RolloutOptions())
+        try:
+            feed = Feed(world, TaskStream(99, 0), rollouts, Sampling(max_tokens=4), FeedOptions(prompts=3, rollouts=12))
+            return [[row.tokens for row in group.trajectories] for group in search(feed)]
+        finally:
+            rollouts.close()
+
+    def of_round(feed: Feed, round_: int) -> list[Group]:
+        critic = SimpleNamespace(score=score, options=SimpleNamespace(batch_rows=4, row_tokens=128))
+        parts, shaping = SimpleNamespace(critic=critic), SimpleNamespace(active=False)
+        config = configured(*MODES["rest_mcts"])
+        return finetune.sampled(
+            SimpleNamespace(config=config, parts=parts, shaping=shaping, feed=feed, workdir=tmp_path, stopping=False), round_
+        )
+
+    unguided = found(lambda feed: feed.search()[0])
+    assert found(lambda feed: of_round(feed, 0)) == unguided
+    assert asked == []
+    assert found(lambda feed: of_round(feed, 1)) != unguided
+    assert len(asked) >= 12
+    assert {path.name for path in (tmp_path / "labels").iterdir()} == {"train-000001.jsonl", "train-000002.jsonl"}
 
 
 def test_only_rest_em_goes_back_to_the_start_policy(whole: Callable[[str], Path]) -> None:

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
+import sys
+import threading
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+
+from clocked import Clock
+
 from jaxagent.engine.slots import SlotTable
-from jaxagent.lengths import Gate, Lengths, Member, Siblings
-from jaxagent.types import Rank, SampleRequest, Sampling
+from jaxagent.lengths import RERANK_S, Gate, Lengths, Member, Ranked, Siblings
+from jaxagent.types import Rank, Sample, SampleRequest, Sampling
 
 
 class Time:
@@ -93,6 +103,58 @@ def test_an_attempt_that_broke_leaves_nothing_behind_and_the_next_one_counts() -
     assert sibling.rank() == (-1, 7.0)
 
 
+class OneSlot:
+    """A sampler with the engine's slots, one of them, and 5 s of decoding for every turn."""
+
+    def __init__(self, time: Time):
+        self.time, self.table, self.taken = time, SlotTable(1, 64, fork_min=32), asyncio.Lock()
+
+    async def generate(self, request: SampleRequest) -> Sample:
+        self.table.enqueue(request, None)
+        async with self.taken:
+            self.table.admit()
+            await asyncio.sleep(0)
+            self.time.now += 5.0
+            row = self.table.rows[request.trajectory]
+            self.table.end(row, self.time.now)
+            return Sample([1], [0.0], [0], True, 0, [])
+
+    def release(self, trajectory: str) -> None:
+        self.table.release(trajectory)
+
+
+def test_an_episode_of_one_turn_is_as_long_as_its_slot_was_held_and_not_as_it_waited() -> None:
+    async def scene() -> None:
+        time = Time()
+        lengths, sampler = Lengths(time), OneSlot(time)
+        members = family(lengths, "a", 3)
+
+        async def play(number: int) -> None:
+            turn = Ranked(sampler, members[number])
+            await turn.generate(request(str(number), None))
+            turn.release(str(number))
+            members[number].end(counts=True)
+
+        await asyncio.gather(play(0), play(1))
+        assert members[2].rank() == (-1, 5.0)
+        assert lengths.of_task("a") == lengths.mean == 5.0
+
+    asyncio.run(scene())
+
+
+def test_a_slot_that_comes_after_the_attempt_is_over_begins_nothing() -> None:
+    time = Time()
+    member, sibling = family(Lengths(time), "a", 2)
+    late = Ranked(OneSlot(time), member)
+    member.end(counts=False)
+    late._begin()
+    time.now = 50.0
+    assert sibling.siblings.expected is None
+    Ranked(OneSlot(time), member)._begin()  # the next attempt
+    time.now = 53.0
+    assert sibling.rank() == (-1, 6.0)
+
+
 def request(name: str, rank: float | None) -> SampleRequest:
     return SampleRequest(name, (1, 2), 0, (0, 0), (), Sampling(max_tokens=2), rank=None if rank is None else lambda: (0, rank))
 
@@ -139,6 +201,69 @@ def test_a_gate_lets_so_many_in_the_highest_first_and_loses_no_place_when_who_wa
     for seed in range(200):
         _, most, free = asyncio.run(scene(seed))
         assert (most, free) == (2, 2)
+
+
+def on_a_clock(work: Coroutine[Any, Any, None]) -> None:
+    """Runs it where time goes on only when nothing is left to do."""
+    clock = Clock()
+    thread = threading.Thread(target=clock.run_forever)
+    thread.start()
+    try:
+        done = asyncio.run_coroutine_threadsafe(work, clock)
+        clock.go_on(done.done)
+        done.result()
+    finally:
+        clock.call_soon_threadsafe(clock.stop)
+        thread.join()
+        clock.close()
+
+
+def test_thousands_who_wait_are_asked_for_their_rank_now_and_then() -> None:
+    """Every place is held for a tenth of RERANK_S: of every ten that are given, one is after all were asked again."""
+    many, asked, order = 500, [0], list[int]()
+
+    async def scene() -> None:
+        gate = Gate(1)
+
+        def rank(i: int) -> Rank:
+            asked[0] += 1
+            return 0, float(i if asyncio.get_running_loop().time() < 2.0 else -i)  # the ranks turn around
+
+        async def pass_through(i: int) -> None:
+            async with gate.place(lambda: rank(i)):
+                order.append(i)
+                await asyncio.sleep(RERANK_S / 10)
+
+        await asyncio.gather(*map(pass_through, range(many)))
+        assert gate.free == 1
+
+    on_a_clock(scene())
+    assert sorted(order) == list(range(many))
+    turned = next(at for at, (i, after) in enumerate(itertools.pairwise(order)) if at and i < after)
+    assert order[1 : turned + 1] == sorted(order[1 : turned + 1], reverse=True)
+    assert order[turned + 1 :] == sorted(order[turned + 1 :])
+    assert 2.0 <= turned * RERANK_S / 10 <= 2.0 + RERANK_S
+    assert asked[0] < 1.1 * many * (1 + many / 10 / 2)
+
+
+def test_of_thousands_who_are_cancelled_while_they_wait_none_takes_the_place() -> None:
+    async def scene() -> None:
+        gate, inside, over = Gate(1), list[int](), asyncio.Event()
+
+        async def pass_through(i: int) -> None:
+            async with gate.place(lambda: (0, float(i))):
+                inside.append(i)
+                await over.wait()
+
+        tasks = [asyncio.create_task(pass_through(i)) for i in range(5000)]
+        await asyncio.sleep(0)
+        over.set()  # the place is passed on before any of them is told
+        for task in tasks[2:]:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert (inside, gate.free) == ([0, 1], 1)
+
+    asyncio.run(scene())
 
 
 @pytest.mark.parametrize("rank", [(0, 1.0), (-3, float("inf"))])

@@ -75,6 +75,59 @@ def test_a_first_step_counts_only_where_there_is_no_other_of_its_tool_and_has_a_
     assert rows(long)[1:] == [["tunix", "1", "140.00", "", "7", "270.00", "", "7000", ""]]
 
 
+def test_runs_of_other_sizes_stand_in_parts_of_their_own_that_say_so(compare):
+    sizes = {"prompts": 4, "group": 8}
+    runs = [run("jaxagent", [(50, 9.0, 9.0), (50, wall, 2.0)], 600) for wall in (2.0, 4.0, 8.0)]
+    runs[0] |= {"sizes": sizes}
+    runs[1] |= {"sizes": sizes | {"beta": 0.04, "micro": 4, "set": []}}  # the same, by a file that says it
+    runs[2] |= {"sizes": sizes | {"micro": 1, "set": ["learner.batch_rows=2"]}}
+    first, second = compare.table(runs).split("\n\n")
+    assert rows(first)[0][0] == "agentic, small, tool of 50 ms, micro 4, set []"
+    assert rows(second)[0][0] == "agentic, small, tool of 50 ms, micro 1, set ['learner.batch_rows=2']"
+    assert [row[:3] for row in (*rows(first)[1:], *rows(second)[1:])] == [["jaxagent", "2", "3.00"], ["jaxagent", "1", "8.00"]]
+
+
+RUNNER = """
+import argparse, sys, time
+sys.path.insert(0, {peers!r})
+from workload import Report, arguments, workload_of
+workload = workload_of(arguments(__doc__).parse_known_args()[0])
+report = Report({name!r}, workload)
+report.begin()
+for number in range(workload.steps):
+    if {fails} and number == 2:
+        raise SystemExit("no memory")
+    time.sleep(0.01)
+    report.sampled = workload.tokens(number)
+    report.step()
+print("what a library says last")
+"""
+
+
+def test_who_fails_ends_nobody_elses_run_and_what_it_told_is_kept(compare, monkeypatch, tmp_path, capfd):
+    (tmp_path / "models" / "small").mkdir(parents=True)
+    (tmp_path / "models" / "small" / "prompts.json").write_text("{}")
+    peers = str(Path(__file__).parents[1] / "benchmarks" / "peers")
+    runners = {}
+    for name, fails in (("trl", True), ("jaxagent", False)):
+        script = tmp_path / f"{name}.py"
+        script.write_text(RUNNER.format(peers=peers, name=name, fails=fails))
+        runners[name] = (str(script), "", ())
+    monkeypatch.setattr(compare, "RUNNERS", runners)
+    monkeypatch.setattr(compare, "standing", lambda *_: True)
+    out, works = tmp_path / "runs.jsonl", ("agentic", "single")
+    words = ["--work", *works, "--runners", "trl", "jaxagent", "--trl-steps", "1", "1", "--steps", "1", "1", "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", ["compare.py", *words, "--venvs", str(tmp_path)])
+    with pytest.raises(
+        SystemExit, match=r"failed: agentic, trl ended with exit code 1: .*; single, trl ended with exit code 1"
+    ):
+        compare.main()
+    runs = [json.loads(line) for line in out.read_text().splitlines()]
+    told = [(found["work"], found["runner"], len(found["steps"])) for found in runs]
+    assert told == [(work, name, steps) for work in works for name, steps in (("trl", 2), ("jaxagent", 3))]
+    assert "| trl | 1 |" in capfd.readouterr().out
+
+
 def test_a_process_takes_one_step_that_does_not_count_and_then_those_of_every_tool(compare):
     given = {"tool_ms": [50.0, 2000.0], "steps": [2, 1], "trl_steps": [1, 1], "tunix_steps": [0, 1], "single_steps": 2}
     options = argparse.Namespace(**given)

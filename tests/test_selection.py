@@ -95,6 +95,7 @@ def test_answers_differ_in_what_was_sampled_only() -> None:
         ({"mode": "search", "path": "x"}, "finetune.path must be empty where finetune.mode is search, which samples; got 'x'"),
         ({"mode": "raft", "rounds": 0}, "finetune.rounds must be at least 1, got 0"),
         ({"mode": "dpo", "path": "x", "rounds": 2}, "finetune.rounds must be 1 where finetune.path"),
+        ({"mode": "rest_mcts"}, "finetune.rounds must be at least 2 where finetune.mode is rest_mcts: the first .*; got 1"),
         ({"mode": "raft", "threshold": (0.9, 0.5)}, r"finetune.threshold must not fall, got \(0.9, 0.5\)"),
         ({"mode": "dpo", "beta": 0.0}, "finetune.beta must be positive"),
         ({"batch": 0}, "finetune.batch must be at least 1, got 0"),

@@ -63,6 +63,15 @@ def facts(row: Trajectory) -> tuple[Any, ...]:
     return row.tokens, row.mask, row.turn, row.stop, [(turn.start, turn.state, turn.reward) for turn in row.turns]
 
 
+def test_how_long_continuations_take_says_nothing_of_whole_episodes() -> None:
+    with rollouts(Stairs(9)) as many:
+        (trunk,) = played(many)
+        known = many._lengths.mean, many._lengths.of_task(task(many.world)["id"])
+        continued(many, stem_of(trunk, 2), 0, 1)
+        assert known == (many._lengths.mean, many._lengths.of_task(task(many.world)["id"]))
+        assert many._lengths_of_rests.mean > 0 == known.count(0.0)
+
+
 def test_continuations_share_the_tokens_before_the_turn_and_learn_only_from_their_own() -> None:
     sampler = ScriptedSampler(PLAIN, drawing)
     with rollouts(Stairs(9), sampler) as many:

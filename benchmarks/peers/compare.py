@@ -36,6 +36,8 @@ RUNNERS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     LOCK_STEP: ("with_jaxagent.py", "", ("--lock-step",)),
     "tunix": ("with_tunix.py", "tunix", ()),
 }
+SIZES = ("prompts", "group", "turns", "turn_tokens", "budget", "new_tokens", "beta", "micro")
+UNTOLD = {"beta": 0.04, "micro": 4, "set": []}  # of files that do not say it
 FIRST = 1  # steps of a process before those that count
 
 
@@ -69,17 +71,21 @@ def main() -> None:
     if options.list:
         print("\n".join(f"{work}: {name}, tool of ms {', '.join(f'{ms:g}' for ms in steps)}" for work, name, steps in plans))
         return
-    model = prepared(options)
+    model, failed = prepared(options), list[str]()
     for work in options.work:
         found: list[dict[str, Any]] = []
-        try:
-            for _, name, steps in (plan for plan in plans if plan[0] == work):
-                found.append(measured(options, work, name, steps, model))
-                if options.out:
-                    with options.out.open("a") as out:
-                        out.write(json.dumps(found[-1]) + "\n")
-        finally:  # where one fails, the others' figures are not lost
-            print(table(found), flush=True)
+        for _, name, steps in (plan for plan in plans if plan[0] == work):
+            run, fault = measured(options, work, name, steps, model)
+            if fault:  # what the others take is told all the same
+                failed.append(f"{work}, {fault}")
+                print(failed[-1], file=sys.stderr, flush=True)
+            found += [run] if run else []
+            if run and options.out:
+                with options.out.open("a") as out:
+                    out.write(json.dumps(run) + "\n")
+        print(table(found), flush=True)
+    if failed:
+        raise SystemExit(f"failed: {'; '.join(failed)}")
 
 
 def order(options: argparse.Namespace, work: str) -> list[str]:
@@ -111,37 +117,55 @@ def prepared(options: argparse.Namespace) -> Path:
     return model
 
 
-def measured(options: argparse.Namespace, work: str, name: str, steps: list[float], model: Path) -> dict[str, Any]:
-    """Runs one process; returns what it printed last. Raises SystemExit where it fails, or sampled other than it should."""
+def measured(
+    options: argparse.Namespace, work: str, name: str, steps: list[float], model: Path
+) -> tuple[dict[str, Any] | None, str]:
+    """Runs one process. Returns what it printed last, which is nothing where it failed before its first step was over or
+    sampled other than it should; and what was wrong."""
     script, venv, more = RUNNERS[name]
     python = interpreter(options.venvs, venv) if venv else Path(sys.executable)
     command = [str(python), str(HERE / script), "--model", str(model), "--work", work, *more]
     command += ["--tool-ms", *map(str, steps)]
-    for size in ("prompts", "group", "turns", "turn_tokens", "budget", "new_tokens", "beta", "micro"):
+    for size in SIZES:
         command += [f"--{size.replace('_', '-')}", str(getattr(options, size))]
     command += ["--even"] if options.even else []
     command += ["--set", *options.set] if script == RUNNERS[OURS][0] else []
     began, load = time.monotonic(), os.getloadavg()[0]
     ran = subprocess.run(command, stdout=subprocess.PIPE, text=True)
-    if ran.returncode:
-        raise SystemExit(f"{name} failed: {' '.join(command)}")
-    found: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])
-    if fault := next((step for step in found["steps"] if step["tokens"] != step["tokens_wanted"]), None):
-        raise SystemExit(f"{name} sampled {fault['tokens']} tokens in a step that has {fault['tokens_wanted']}")
-    sizes = {
-        size: getattr(options, size) for size in ("prompts", "group", "turns", "turn_tokens", "budget", "new_tokens", "even")
-    }
-    found |= {"work": work, "model": model.name, "load_before": round(load, 1), "sizes": sizes}
     print(f"{work}, {name}: {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
-    return found
+    wrong = f"{name} ended with exit code {ran.returncode}: {' '.join(command)}" if ran.returncode else ""
+    said = [line for line in ran.stdout.splitlines() if line.startswith('{"runner"')]
+    if not said:
+        return None, wrong or f"{name} told nothing: {' '.join(command)}"
+    found: dict[str, Any] = json.loads(said[-1])
+    if fault := next((step for step in found["steps"] if step["tokens"] != step["tokens_wanted"]), None):
+        return None, f"{name} sampled {fault['tokens']} tokens in a step that has {fault['tokens_wanted']}"
+    sizes = {size: getattr(options, size) for size in (*SIZES, "even")} | {"set": list(options.set)}
+    found |= {"work": work, "model": model.name, "load_before": round(load, 1), "sizes": sizes}
+    return found, wrong
 
 
 def table(found: list[dict[str, Any]]) -> str:
-    """Markdown: a part for every work, model and tool, a row for every runner; medians of its steps over all processes."""
-    parts: dict[tuple[str, str, float], None] = {}
+    """Markdown: a part for every work, model and tool, a row for every runner; medians of its steps over all processes.
+
+    What was measured at several sizes stands in several parts, which say in what they differ.
+    """
+    parts: dict[tuple[str, str, str, float], None] = {}
     for run in found:
-        parts |= {(run["work"], run["model"], step["tool_ms"]): None for step in run["steps"]}
-    return "\n\n".join(_part([run for run in found if (run["work"], run["model"]) == part[:2]], *part) for part in parts)
+        parts |= {(run["work"], run["model"], _sizes(run), step["tool_ms"]): None for step in run["steps"]}
+    told = []
+    for part in parts:
+        work, model, sizes, tool_ms = part
+        others = [json.loads(other) for of, name, other, _ in parts if (of, name) == (work, model)]
+        differ = {size: value for size, value in json.loads(sizes).items() if any(other.get(size) != value for other in others)}
+        runs = [run for run in found if (run["work"], run["model"], _sizes(run)) == part[:3]]
+        told.append(_part(runs, work, model, tool_ms, "".join(f", {size} {value}" for size, value in differ.items())))
+    return "\n\n".join(told)
+
+
+def _sizes(run: dict[str, Any]) -> str:
+    """What a process was asked for, as a key."""
+    return json.dumps(UNTOLD | run.get("sizes", {}), sort_keys=True)
 
 
 def counted(runs: list[dict[str, Any]], tool_ms: float) -> tuple[list[dict[str, Any]], bool]:
@@ -151,7 +175,7 @@ def counted(runs: list[dict[str, Any]], tool_ms: float) -> tuple[list[dict[str, 
     return (warm, False) if warm else ([step for _, step in with_tool], True)
 
 
-def _part(found: list[dict[str, Any]], work: str, model: str, tool_ms: float) -> str:
+def _part(found: list[dict[str, Any]], work: str, model: str, tool_ms: float, sizes: str) -> str:
     names = [name for name in RUNNERS if any(run["runner"] == name for run in found)]
     rows = {}
     for name in names:
@@ -162,7 +186,7 @@ def _part(found: list[dict[str, Any]], work: str, model: str, tool_ms: float) ->
         wall, cpu = (statistics.median(step[key] for step in steps) for key in ("wall_s", "cpu_s"))
         rates = statistics.median(step["tokens"] / step["wall_s"] for step in steps)
         rows[name] = (f"{len(steps)}{'*' * first}", wall, rates, cpu, max(run["peak_mib"] for run in runs))
-    title = f"{work}, {model}" + (f", tool of {tool_ms:g} ms" if work == "agentic" else "")
+    title = f"{work}, {model}" + (f", tool of {tool_ms:g} ms" if work == "agentic" else "") + sizes
     columns = ("steps", "s per step", "of ours", "useful tokens/s", "CPU s per step", "of ours", "peak MiB", "of ours")
     lines = [f"| {title} | {' | '.join(columns)} |", f"|---|{'---:|' * len(columns)}"]
     ours = rows.get(OURS)

@@ -151,9 +151,10 @@ class Report:
         self.steps.append({name: _short(value) for name, value in {**told, **wanted, **more}.items()})
         print(f"{self.runner}: {self.steps[-1]}", file=sys.stderr, flush=True)
         self.sampled, self._lap = 0, now
+        self.print()  # it may be the last that is heard of it
 
     def print(self, **more: Any) -> None:
-        """The last line of standard output. Memory is that of the process and the largest of those it started."""
+        """A line of standard output; the last one counts. Memory is that of the process and the largest of those it started."""
         whose = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
         peak = sum(resource.getrusage(who).ru_maxrss for who in whose) / 1024
         said = {"runner": self.runner, "setup_s": _short(self._setup_s), "peak_mib": round(peak), "cpus": os.cpu_count()}

@@ -161,6 +161,8 @@ class SlotTable:
         row.ahead = 0
         row.fed_logprobs = [] if row.turns_done else [None]  # nothing says how likely a trajectory's first token is
         self.begun.append(row)
+        if request.begun:
+            request.begun()
 
     def end(self, row: Row, now: float) -> None:
         """The turn of a row is over; what it sampled is held, all but the last token in the cache."""

@@ -79,6 +79,13 @@ def test_a_rollout_without_company_teaches_nothing(advantage: Compare, valid: li
     assert of(advantage, [[1, 0, 5]], [valid])[0].tolist() == [0, 0, 0]
 
 
+@pytest.mark.parametrize("advantage", COMPARE.values(), ids=COMPARE)
+@pytest.mark.parametrize("shape", [(0,), (0, 4), (3, 0)])
+def test_of_nobody_there_are_no_advantages(advantage: Compare, shape: tuple[int, ...]) -> None:
+    found = advantage(np.zeros(shape, np.float32), np.zeros(shape, int), np.zeros(shape, bool))
+    assert (found.shape, found.dtype) == (shape, np.float32)
+
+
 def test_groups_do_not_see_each_other() -> None:
     for advantage in BASELINED:
         both = of(advantage, [[1, 0, 0], [7, 7, 4]])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -28,14 +29,47 @@ def test_what_is_there_is_not_run_again(credit: Any, tmp_path: Path, capsys: pyt
     command = [f"--out={tmp_path}", "--worlds=corridor", "--distances=2", "--methods", "grpo", "exact"]
     credit.main([*command, "--seeds=1"])
     first = (tmp_path / "runs.jsonl").read_text()
-    assert [line.split(":")[0] for line in capsys.readouterr().err.splitlines()] == ["corridor 2 grpo 0", "corridor 2 exact 0"]
+    assert [line.split(":")[0] for line in capsys.readouterr().err.splitlines()] == [
+        "corridor 2 grpo 0 8",
+        "corridor 2 exact 0 8",
+    ]
     credit.main([*command, "--seeds=2"])
     told = capsys.readouterr()
-    assert [line.split(":")[0] for line in told.err.splitlines()] == ["corridor 2 grpo 1", "corridor 2 exact 1"]
+    assert [line.split(":")[0] for line in told.err.splitlines()] == ["corridor 2 grpo 1 8", "corridor 2 exact 1 8"]
     assert (tmp_path / "runs.jsonl").read_text().startswith(first)
     rows = {line.split(" | ")[0]: line.strip("| ").split(" | ") for line in told.out.splitlines() if "±" in line}
     assert rows["| exact"][8:11] == ["0.957 ± 0.012", "1.00 ± 0.00", "1.00 ± 0.00"]
     assert float(rows["| grpo"][9].split()[0]) < 0.5
+
+
+def test_runs_with_other_groups_are_other_runs_and_a_torn_line_is_run_again(
+    credit: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    curve = [{"success": [1.0] * 5, "turns": [1] * 5, "cpu_s": [1.0] * 5, "correlation": value} for value in (0.1, 0.9)]
+    rest = {"world": "corridor", "distance": 2, "method": "grpo", "seed": 0, "blame": 0.5, "noise": 1.0, "all_cpu_s": 1.0}
+    lines = [json.dumps({**rest, **curve[0]}), json.dumps({**rest, **curve[1], "rollouts": 4})]  # the first one of old
+    path = tmp_path / "runs.jsonl"
+
+    def told(torn: str = "", *more: str) -> tuple[list[str], list[str]]:
+        path.write_text("\n".join(lines) + "\n" + torn)
+        credit.main([f"--out={tmp_path}", "--worlds=corridor", "--distances=2", "--methods", "grpo", "--seeds=1", *more])
+        out, err = capsys.readouterr()
+        cells = [line.strip("| ").split(" | ") for line in out.splitlines() if line.startswith("| grpo")]
+        assert len(cells) == 1
+        return cells[0][9:10], [line.split(":")[0] for line in err.splitlines()]
+
+    assert told() == (["0.10"], [])
+    assert told("", "--rollouts=4") == (["0.90"], [])
+    assert told(lines[0][:30], "--rollouts=2")[1] == ["corridor 2 grpo 0 2"]
+    assert path.read_text().splitlines()[:2] == lines
+    assert json.loads(path.read_text().splitlines()[2])["rollouts"] == 2
+
+
+@pytest.mark.parametrize(("seeds", "t"), [(2, 12.706), (7, 2.447), (9, 2.306), (11, 2.228), (31, 2.042), (50, 2.042)])
+def test_an_interval_is_students(credit: Any, seeds: int, t: float) -> None:
+    values = [0.0, 1000.0] * (seeds // 2) + [500.0] * (seeds % 2)
+    half = t * float(np.std(values, ddof=1)) / seeds**0.5
+    assert credit.interval(values, 3) == f"500.000 ± {half:.3f}"
 
 
 def test_blame_is_whole_where_it_belongs_and_half_where_half_of_it_does(credit: Any) -> None:

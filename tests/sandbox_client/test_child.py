@@ -3,8 +3,8 @@
 import asyncio
 
 import pytest
-from conftest import ask, raw
-from launching import Running
+from conftest import Start, ask, raw
+from launching import IS_ROOT, Running
 
 from sandbox_client import Outcome, SandboxClient, wire
 
@@ -27,13 +27,17 @@ def test_what_a_child_did_while_it_waited_is_not_to_be_seen(server: Running) -> 
     ask(server, look)
 
 
-def test_a_child_that_is_taken_is_replaced_before_the_next_is_wanted(server: Running) -> None:
+def test_a_child_that_is_taken_is_replaced_before_the_next_is_wanted(start: Start) -> None:
+    server = start("--code=auto", "--warm=2", user="root" if IS_ROOT else "ordinary")
+    if not server.ready["code"]:
+        pytest.skip(f"no jail here: {server.ready['reason']}")
+
     async def take(client: SandboxClient) -> None:
         before = await cold_takes()
-        for _ in range(20):  # more than wait, each with time for another to be forked
+        for _ in range(20):  # ten times as many as wait, each with time for another to be forked
             assert (await client.run_code("1")).outcome is Outcome.OK
             await asyncio.sleep(0.1)
-        assert await cold_takes() - before < 10
+        assert await cold_takes() - before <= 2  # a busy machine may be late
 
     async def cold_takes() -> int:
         text = (await raw(server, "GET", "/metrics"))[1]["text"].decode()

@@ -34,6 +34,12 @@ def test_a_server_that_is_to_give_level_four_refuses_and_says_where_it_is_to_be_
     assert "launch/agent-sandbox.yaml" in said
 
 
+def test_level_four_is_refused_also_where_no_isolation_would_be_accepted(place: Path) -> None:
+    code, said = refused(place, "--min-isolation=L4", "--i-understand-unsandboxed", user="ordinary")
+    assert code == 2
+    assert said.startswith("sandbox-server: wanted isolation L4 or better; L4: ")
+
+
 @pytest.mark.attack
 def test_a_runsc_that_isolates_nothing_is_seen_through(tools: Path) -> None:
     write_runsc(tools, ONWARD + 'exec "$@"')
@@ -50,6 +56,13 @@ def test_a_payload_that_did_not_run_is_no_attack_stopped(tools: Path, script: st
     write_runsc(tools, script)
     said = asyncio.run(gvisor.refusal())
     assert said.count("not made: ") == len(gvisor.PAYLOADS)
+
+
+@pytest.mark.attack
+def test_a_runsc_that_cannot_be_executed_is_told_as_one_that_made_nothing(tools: Path) -> None:
+    write_runsc(tools, "")
+    (tools / "runsc").write_bytes(b"\x7fELF")
+    assert asyncio.run(gvisor.refusal()).count("not made: [Errno ") == len(gvisor.PAYLOADS)
 
 
 @pytest.mark.attack
