@@ -185,7 +185,7 @@ def _groups_of(family: list[int]) -> list[str]:
 
 def test_two_hundred_sessions_leave_nothing_behind(place: Path) -> None:
     mounts = _mounts()
-    with serving(place, "--functions=counting", "--code=auto", user="root" if IS_ROOT else "ordinary") as running:
+    with serving(place, "--functions=counting", "--code=auto", "--warm=8", user="root" if IS_ROOT else "ordinary") as running:
         pid = running.ready["pid"]
 
         async def use(client: SandboxClient, number: int) -> None:
