@@ -1,4 +1,6 @@
-"""Who waits for whom, on a clock that is not real: `python benchmarks/scheduling.py`. It prints the same on every machine.
+"""Who waits for whom, on a clock that is not real: `python benchmarks/scheduling.py`.
+
+It depends on no machine's speed; two runs differ by up to 3 %, by which of what comes at one moment comes first.
 
 Feed, rollouts, agent and the engine's table of slots are the trainer's; the device's programs are seconds of a roofline, tools
 are log-normal latencies, and training takes its time between turns, as `Update` does it (benchmarks/clocked.py).
