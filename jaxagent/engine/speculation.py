@@ -144,8 +144,8 @@ class Speculation:
     def _tell(self, row: Row) -> None:
         """Adds to the index what a row was fed and has sampled since."""
         name = row.group or row.trajectory
-        known = self._groups.pop(name, None)  # of siblings that came after the row's own index was forgotten
-        drafts = self._groups[name] = row.stream.drafts if row.stream else known or Drafts()
+        other = self._groups.pop(name, None)  # of siblings that came after the row's own index was forgotten
+        drafts = self._groups[name] = row.stream.drafts if row.stream else other or Drafts()
         if row.stream is None:
             self._forget()
             row.stream = drafts.stream(row.prompt)
