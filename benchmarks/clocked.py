@@ -3,7 +3,8 @@
 Time stands still while anything can be done, and goes on to the next moment at which something happens only when it is told to;
 so a run does not depend on the machine's speed. The engine is the host's half of the real one: its table of slots, who is
 admitted, how what is to be prefilled is cut into calls, and which rows a call decodes. Only the device's programs are
-replaced by the seconds that they would take, by a roofline. A token here stands for `GRAIN` tokens of a model, which is one call of decode.
+replaced by the seconds that they would take, by a roofline. A token here stands for `GRAIN` tokens of a model, which is one
+call of decode.
 """
 
 from __future__ import annotations
