@@ -221,8 +221,8 @@ class Update:
 
 def joined(results: Sequence[dict[str, float]]) -> dict[str, float]:
     """The step's metrics from those of its minibatches."""
-    found = results[0] if results else {}
-    return {name: _joining(name)([result[name] for result in results if name in result]) for name in found}
+    names = dict.fromkeys(name for result in results for name in result)
+    return {name: _joining(name)([result[name] for result in results if name in result]) for name in names}
 
 
 def _joining(name: str) -> Callable[[list[float]], Any]:
