@@ -68,13 +68,13 @@ def jailed(request: pytest.FixtureRequest, start: Start) -> Running:
     """A server at the best level this machine gives to root and to an ordinary user; without any, functions only."""
     if request.param == "root" and not IS_ROOT:
         pytest.skip("these tests do not run as root")
-    return start("--functions=counting", "--code=auto", user=request.param)
+    return start("--functions=counting", "--code=auto", "--warm=8", user=request.param)
 
 
 @pytest.fixture
 def server(start: Start) -> Running:
     """The best server that this user can start; skips where programs are refused, which test_refusal asserts."""
-    running = start("--functions=counting", "--code=auto", user="root" if IS_ROOT else "ordinary")
+    running = start("--functions=counting", "--code=auto", "--warm=8", user="root" if IS_ROOT else "ordinary")
     if not running.ready["code"]:
         pytest.skip(f"no jail here: {running.ready['reason']}")
     return running
