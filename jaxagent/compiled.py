@@ -171,6 +171,30 @@ def moved_bytes(text: str, trips: int = 1) -> float:
     return of("ENTRY")
 
 
+def kernels(text: str, trips: int = 1) -> int:
+    """How many operations a GPU is sent while a program runs, by its text; of alternatives the fewest.
+
+    Args:
+        trips: of loops whose number of runs the compiler does not know.
+    """
+    computations = dict(_computations(text))
+
+    def of(computation: str) -> int:
+        return sum(sent(line, i[3]) for line in computations[computation] if (i := _INSTRUCTION.match(line)))
+
+    def sent(line: str, opcode: str) -> int:
+        called = {how: re.findall(r"[\w.\-]+", names) for how, names in _CALLED.findall(line)}
+        if opcode in _FREE or opcode.endswith("-done"):
+            return 0
+        if opcode == "while":
+            return (int(runs[1]) if (runs := _TRIPS.search(line)) else trips) * of(called["body"][0])
+        if opcode == "conditional":
+            return min(of(name) for name in called.get("branch_computations", _BRANCH.findall(line)))
+        return of(called["to_apply"][0]) if opcode == "call" else 1
+
+    return of("ENTRY")
+
+
 def _shared(line: str) -> set[int]:
     """Operands whose memory is the result's too, by their number."""
     found = _ALIASES.search(line)

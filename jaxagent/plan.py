@@ -78,6 +78,8 @@ class Shapes:
         self.mesh = DeviceMesh.build(**{axis: config.mesh[axis] for axis in AXES}, devices=self.devices)
         self.replicas = list(self.mesh.replicas())
         options = LearnerOptions(**config.learner, temperature=config.sampling.temperature)
+        if topology and self.mesh.platform == "gpu" and options.attention == "auto":
+            options = replace(options, attention="xla")  # cuDNN's kernels are compiled by the GPU's own library, on one
         self.learner = self._learner(self.decoder, options)
         of, own, mode = replace(self.decoder, value_head=True), replace(options, replay_routing=False), config.finetune.mode
         process = mode == "rest_mcts" or self.algorithm.process
@@ -385,7 +387,8 @@ def _measured(make: Callable[[], Any]) -> dict[str, Any]:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         return {"refused": str(error).splitlines()[0]}
-    memory, cost, moved = program.memory_analysis(), program.cost_analysis(), collectives(program.as_text())
+    memory, moved = program.memory_analysis(), collectives(program.as_text())
+    cost = program.cost_analysis() or {}  # none for GPUs that are not here
     return {
         "argument_bytes": memory.argument_size_in_bytes,
         "temporary_bytes": memory.temp_size_in_bytes,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +33,7 @@ class Chip:
     memory_gb: float  # GiB
     memory_gbps: float  # 1e9 bytes a second
     link_gbps: float  # to its neighbours, all links of a chip and both ways together: 1e9 bytes a second
+    gpu: str = ""  # as its driver calls it
 
 
 CHIPS = {
@@ -40,8 +41,8 @@ CHIPS = {
     "v5p": Chip(459, 95.74, 2765, 600),
     "v6e": Chip(918, 31.25, 1640, 448),
     "tpu7x": Chip(1153.5, 94.75, 3690, 600),  # a device is half a chip
-    "H100": Chip(989, 80e9 / 2**30, 3350, 900),
-    "H200": Chip(989, 141e9 / 2**30, 4800, 900),
+    "H100": Chip(989, 80e9 / 2**30, 3350, 900, "NVIDIA H100 80GB HBM3"),
+    "H200": Chip(989, 141e9 / 2**30, 4800, 900, "NVIDIA H200"),
 }
 
 # Read when the compiler is loaded: there is no TPU here to be asked, and none to be used; others may compile meanwhile.
@@ -53,15 +54,49 @@ _ALONE = {
 }
 
 
+# What XLA asks of a GPU that it compiles for, by the makers' data sheets; the same of H100 and H200 but for their memory.
+_HOPPER = """
+gpu_device_info {{
+  name: "{chip.gpu}"
+  cuda_compute_capability {{ major: 9 minor: 0 }}
+  core_count: 132
+  fpus_per_core: 128
+  clock_rate_ghz: 1.98
+  threads_per_warp: 32
+  threads_per_block_limit: 1024
+  threads_per_core_limit: 2048
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+  shared_memory_per_block: 49152
+  shared_memory_per_block_optin: 232448
+  shared_memory_per_core: 233472
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  l2_cache_size: 52428800
+  memory_bandwidth: {chip.memory_gbps:.0f}000000000
+  device_memory_size: {memory_bytes:.0f}
+  driver_version: "13.0.0"
+  runtime_version: "13.0.0"
+  compile_time_toolkit_version: "13.0.0"
+  dnn_version: "9.10.0"
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 10 patch: 0 }}
+device_description_str: "{chip.gpu}"
+"""
+
+
 def devices_of(name: str) -> list[jax.Device]:
-    """The devices of a TPU topology such as v5e:16x16, which can be compiled for and not run on.
+    """The devices of a topology such as v5e:16x16 or H200:8, which can be compiled for and not run on.
 
     Raises ValueError where the name is none, or the compiler is not installed.
     """
-    generation = name.partition(":")[0]
-    known = [chip for chip in CHIPS if chip.startswith(("v", "tpu"))]
-    if generation not in known:
-        raise ValueError(f"--topology={name!r}: chips are {', '.join(known)}, as in v5e:4x4, v5p:4x4x4 or v6e:16x16")
+    generation, _, size = name.partition(":")
+    if generation not in CHIPS:
+        raise ValueError(f"--topology={name!r}: chips are {', '.join(CHIPS)}, as in v5e:4x4, v5p:4x4x4, v6e:16x16 or H200:8")
+    if CHIPS[generation].gpu:
+        return _gpus(name, CHIPS[generation], size)
     for key, value in _ALONE.items():
         os.environ.setdefault(key, value)
     try:
@@ -72,6 +107,25 @@ def devices_of(name: str) -> list[jax.Device]:
         raise ValueError(
             f"--topology={name!r} is compiled by libtpu, which the extra `tpu` installs: pip install 'jaxagent[tpu]'"
         ) from None
+
+
+def _gpus(name: str, chip: Chip, size: str) -> list[jax.Device]:
+    """Args: size: of hosts and the GPUs of each, as in 2x8, or of one host's GPUs."""
+    hosts, _, each = size.rpartition("x")
+    if not each.isdigit() or not (hosts or "1").isdigit():
+        raise ValueError(f"--topology={name!r}: GPUs are those of a host, as in H200:8, or of several, as in H200:2x8")
+    os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")  # which asks the driver, and there need not be one
+    target = _HOPPER.format(chip=chip, memory_bytes=chip.memory_gb * 2**30)
+    try:
+        shape = f"1x{hosts or 1}x{each}"
+        return list(topologies.get_topology_desc(name, platform="cuda", target_config=target, topology=shape).devices)
+    except NotImplementedError:  # as JAX says that there is no plug-in
+        raise ValueError(
+            f"--topology={name!r} is compiled by JAX's plug-in for CUDA, which the extra `gpu` installs: "
+            "pip install 'jaxagent[gpu]'"
+        ) from None
+    except jax.errors.JaxRuntimeError as error:
+        raise ValueError(f"--topology={name!r}: {str(error).splitlines()[0]}") from None
 
 
 @contextmanager
@@ -85,6 +139,11 @@ def uncached() -> Iterator[None]:
     finally:
         jax.config.update("jax_enable_compilation_cache", before)
         compilation_cache.reset_cache()
+
+
+def kernels_for(mesh: DeviceMesh) -> AbstractContextManager[Any]:
+    """While programs are lowered: a kernel for GPUs asks what it is lowered for, and there need not be one here."""
+    return jax.sharding.use_abstract_mesh(mesh.mesh.abstract_mesh) if mesh.platform == "gpu" else nullcontext()
 
 
 # ---------------------------------------------------------------------- an engine's programs
@@ -135,7 +194,8 @@ class EngineShapes:
 
     def lower(self) -> dict[str, jax.stages.Lowered]:
         """publish, append of the longest length, decode and verify of all slots with all their positions."""
-        return {name: getattr(self.steps, name).lower(*given) for name, given in self.arguments().items()}
+        with kernels_for(self.mesh):
+            return {name: getattr(self.steps, name).lower(*given) for name, given in self.arguments().items()}
 
     def arguments(self) -> dict[str, tuple[Any, ...]]:
         """What the engine calls its largest programs with."""

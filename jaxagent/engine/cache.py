@@ -16,10 +16,11 @@ from jaxtyping import Array, Bool, Int
 from jaxagent.engine.options import EngineOptions
 from jaxagent.models.attention import NEGATIVE, Attend, AttentionSpec, attend_cached, dot, group_queries, soft_cap
 from jaxagent.models.attention_paged import Paged, PagedReference
+from jaxagent.models.attention_triton import PagedGpu
 from jaxagent.models.transformer import DecoderConfig
 
 LayerCache = tuple[Array, Array]  # keys [C, K, H, S], values [C, K, S, H]; or as a form of pages has them
-PageForm = Paged | PagedReference
+PageForm = Paged | PagedGpu | PagedReference
 Cache = tuple[LayerCache, ...]
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, UInt32
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from jaxagent.engine.controls import Grammars, Rows, adjust, drop_unlikely, effective_temperature
 
@@ -75,9 +75,7 @@ def draw_inverse_cdf(z_CV: Float[Array, "C V"], u_C: Float[Array, "C"]) -> tuple
     within = jnp.minimum(within, BLOCK - 1)
     # Rounding may leave the search on an entry without mass; the block's likeliest entry is then within an ulp of right.
     empty = jnp.take_along_axis(inside, within[:, None], 1)[:, 0] <= 0
-    within = jax.lax.cond(
-        jnp.any(empty), lambda w: jnp.where(empty, jnp.argmax(inside, -1), w).astype(w.dtype), lambda w: w, within
-    )
+    within = jnp.where(empty, jnp.argmax(inside, -1), within)
     token = block * BLOCK + within
     logprob = jnp.take_along_axis(z, token[:, None], 1)[:, 0] - top[:, 0] - jnp.log(total)
     return token.astype(jnp.int32), logprob
@@ -89,8 +87,8 @@ def scores(logits_CV: Float[Array, "C V"], rows: Rows, grammars: Grammars | None
     Rows that set nothing but a temperature get logits / temperature bit for bit, and where all rows are such the rest is not
     computed.
     """
-    z_CV = logits_CV / effective_temperature(rows["temperature"])[:, None]
-    truncated = jnp.any((rows["top_k"] > 0) | (rows["top_p"] < 1))
+    z_CV = _cooled(logits_CV, rows)
+    truncated = jnp.any(_truncates(rows))
     if "controlled" not in rows:
         return jax.lax.cond(truncated, lambda z: restrict(z, rows["top_k"], rows["top_p"]), lambda z: z, z_CV)
     controlled = jnp.any(rows["controlled"])
@@ -101,6 +99,14 @@ def scores(logits_CV: Float[Array, "C V"], rows: Rows, grammars: Grammars | None
         return jax.lax.cond(controlled, lambda z: drop_unlikely(z, rows), lambda z: z, z)
 
     return jax.lax.cond(controlled | truncated, make, lambda z: z, z_CV)
+
+
+def _cooled(logits_CV: Array, rows: Rows) -> Float[Array, "C V"]:
+    return logits_CV / effective_temperature(rows["temperature"])[:, None]
+
+
+def _truncates(rows: Rows) -> Bool[Array, "C"]:
+    return (rows["top_k"] > 0) | (rows["top_p"] < 1)
 
 
 def choose(
@@ -117,23 +123,38 @@ def choose(
     return jax.lax.cond(jnp.any(greedy), take_likeliest, lambda token, logprob: (token, logprob), token, logprob)
 
 
-def likeliest(z_CV: Float[Array, "C V"], rows: Rows, count: int) -> tuple[Int[Array, "C n"], Float[Array, "C n"]]:
+def likeliest(
+    logits_CV: Float[Array, "C V"], rows: Rows, grammars: Grammars | None, count: int
+) -> tuple[Int[Array, "C n"], Float[Array, "C n"]]:
     """The `count` likeliest tokens and their log-probs, best first, where a row in progress asks for them; else zeros.
 
     Of a greedy row: those at temperature 1.
     """
 
-    def find(z: Array) -> tuple[Array, Array]:
+    def find(logits: Array) -> tuple[Array, Array]:
+        z = scores(logits, rows, grammars)
         value, token = jax.lax.top_k(z, count)
         return token.astype(jnp.int32), value - jax.nn.logsumexp(z, axis=-1, keepdims=True)
 
-    shape = z_CV.shape[0], count
+    shape = logits_CV.shape[0], count
     none = jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)
-    return jax.lax.cond(jnp.any(rows["top"] & rows["controlled"] & rows["live"]), find, lambda z: none, z_CV)
+    return jax.lax.cond(jnp.any(rows["top"] & rows["controlled"] & rows["live"]), find, lambda logits: none, logits_CV)
 
 
 def sample(
     logits_CV: Float[Array, "C V"], u_C: Float[Array, "C"], rows: Rows, grammars: Grammars | None = None
 ) -> tuple[Int[Array, "C"], Float[Array, "C"]]:
-    """One token and its log-prob per row."""
-    return choose(scores(logits_CV, rows, grammars), u_C, rows["temperature"])
+    """One token and its log-prob per row.
+
+    Where no row sets more than a temperature the draw reads the logits as they are: what leaves a branch is small, since an
+    array over the vocabulary that did would be written once more, and on a GPU that takes as long as reading it.
+    """
+    settings = (rows["temperature"] <= 0) | _truncates(rows)
+    if "controlled" in rows:
+        settings |= rows["controlled"]
+    return jax.lax.cond(
+        jnp.any(settings),
+        lambda logits: choose(scores(logits, rows, grammars), u_C, rows["temperature"]),
+        lambda logits: draw_inverse_cdf(_cooled(logits, rows), u_C),
+        logits_CV,
+    )

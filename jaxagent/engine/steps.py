@@ -34,7 +34,7 @@ from jaxagent.engine.cache import (
     write_slot,
 )
 from jaxagent.engine.controls import Grammars, Rows, effective_temperature, follow, settle
-from jaxagent.engine.sampling import choose, likeliest, scores, uniforms
+from jaxagent.engine.sampling import likeliest, sample, uniforms
 from jaxagent.models.adapters import merged, unadapted
 from jaxagent.models.attention import Attend
 from jaxagent.models.layers import rms_norm
@@ -319,12 +319,11 @@ def draw(
 ) -> tuple[Int[Array, "W"], Drawn]:
     """Draws a token for every row, and writes those of live rows at place i."""
     tokens, logprobs, top = drawn
-    z = scores(logits_WV, rows, grammars)
-    token, logprob = choose(z, u_W, rows["temperature"])
+    token, logprob = sample(logits_WV, u_W, rows, grammars)
     tokens = tokens.at[:, i].set(jnp.where(rows["live"], token, -1))
     logprobs = logprobs.at[:, i].set(jnp.where(rows["live"], logprob, 0.0))
     if top is not None:
-        best = likeliest(z, rows, top[0].shape[2])
+        best = likeliest(logits_WV, rows, grammars, top[0].shape[2])
         top = top[0].at[:, i].set(best[0]), top[1].at[:, i].set(best[1])
     return token, (tokens, logprobs, top)
 

@@ -23,6 +23,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxagent.models.attention import NEGATIVE, AttentionSpec, attend_cached, group_queries, soft_cap
 from jaxagent.models.attention_blocked import pad_length, round_up
+from jaxagent.models.attention_triton import PagedGpu
 from jaxagent.sharding import DeviceMesh
 
 Pages = tuple[Array, Array]  # keys and values [P, K, Z, H] of one layer
@@ -229,7 +230,7 @@ class Paged:
 
 @dataclass(frozen=True)
 class PagedReference:
-    """The same by XLA, for devices that are no TPU: of every row the pages up to the longest row's are gathered.
+    """The same by XLA, for devices without a kernel: of every row the pages up to the longest row's are gathered.
 
     A page lies as a chunk of a slot does (engine/cache.py), and is read by the same operations: bits are those of slots.
     """
@@ -264,8 +265,10 @@ class PagedReference:
         return attend_cached(q, read, pos, kv_heads, length, size, self.spec, sliding), (keys, values)
 
 
-def paged_attention(spec: AttentionSpec, mesh: DeviceMesh) -> Paged | PagedReference:
+def paged_attention(spec: AttentionSpec, mesh: DeviceMesh) -> Paged | PagedGpu | PagedReference:
     """The form for the devices of a replica."""
+    if mesh.platform == "gpu":
+        return PagedGpu(spec, mesh)
     return Paged(spec, mesh) if mesh.platform == "tpu" else PagedReference(spec)
 
 

@@ -1,0 +1,340 @@
+"""How fast the engine decodes on a GPU, against what the GPU can do: `python benchmarks/gpu_engine.py`.
+
+Measures copying, reading and a large product first. Then, for known models' shapes with random bf16 weights, one decode call of
+16 tokens after the other: rows of equal length, all alive, sampled at temperature 1. "of roofline" is the least time of a step
+(weights once, what the cache holds once, three passes over float32 logits, at the bandwidth found; or its arithmetic at the
+rate found, whichever takes longer) over the time it took. Arms: `pages` is attention by our kernel, `pages-xla` by gathering,
+`slots` copies what is in use for each call and reads it at once, `slots-exact` reads slots in chunks.
+
+`--attention` compares attention alone; `--profile` adds where a step's time goes, by kernels; `--layouts` tries shapes of ours.
+`--compile H100` (or H200) needs no GPU, only JAX's plug-in for CUDA (the extra `gpu`): decoding as XLA compiles it for one, how
+many kernels a step is, and what it needs beside its arguments.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import itertools
+import json
+import tempfile
+import time
+import warnings
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxagent.compiled import kernels
+from jaxagent.engine.cache import cache_of
+from jaxagent.engine.options import EngineOptions, used_lengths
+from jaxagent.engine.steps import make_steps, new_rows
+from jaxagent.models.attention import AttentionSpec
+from jaxagent.models.attention_paged import PagedReference, paged_attention
+from jaxagent.models.attention_triton import PagedGpu
+from jaxagent.models.transformer import Decoder, DecoderConfig, params_of
+from jaxagent.sharding import DeviceMesh
+from jaxagent.topology import EngineShapes, devices_of, kernels_for, size_bytes, uncached
+
+QWEN = {"vocab_size": 151936, "kv_heads": 2, "family": "qwen2", "qkv_bias": True}
+MODELS = {
+    "tiny": {**QWEN, "vocab_size": 512, "width": 64, "layers": 2, "heads": 4, "head_width": 16, "ffn_width": 128},
+    "0.5B": {**QWEN, "width": 896, "layers": 24, "heads": 14, "head_width": 64, "ffn_width": 4864},
+    "1.5B": {**QWEN, "width": 1536, "layers": 28, "heads": 12, "head_width": 128, "ffn_width": 8960},
+    "7B": QWEN
+    | {"vocab_size": 152064, "width": 3584, "layers": 28, "heads": 28, "kv_heads": 4, "head_width": 128}
+    | {"ffn_width": 18944, "tied_head": False},
+}
+PAGE = 128  # tokens
+ARMS = ("pages", "pages-xla", "slots", "slots-exact")
+
+
+def main() -> None:
+    """Prints rows of Markdown as they are known."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--models", nargs="*", default=["0.5B", "1.5B", "7B"], choices=MODELS)
+    parser.add_argument("--rows", nargs="*", type=int, default=[32, 256, 1024])
+    parser.add_argument("--contexts", nargs="*", type=int, default=[512])
+    parser.add_argument("--arms", nargs="*", default=["pages"], choices=ARMS)
+    parser.add_argument("--tokens", type=int, default=16, help="of a decode call")
+    parser.add_argument("--calls", type=int, default=4)
+    parser.add_argument("--attention", action="store_true")
+    parser.add_argument("--layouts", action="store_true")
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--compile", choices=["H100", "H200"], help="for a GPU that need not be here")
+    options = parser.parse_args()
+    if options.compile:
+        compiled(options)
+        return
+    device = jax.devices()[0]
+    ceiling = ceilings()
+    print(f"{device.device_kind}, jax {jax.__version__}: " + ", ".join(f"{k} {v:.4g}" for k, v in ceiling.items()), flush=True)
+    if options.attention:
+        attention(ceiling, options.layouts)
+    if options.models:
+        print(
+            "\n| model | rows | context | arm | ms a step | tokens/s | roofline tokens/s | of roofline | compile s |",
+            flush=True,
+        )
+        print("|---|---:|---:|---|---:|---:|---:|---:|---:|", flush=True)
+    for model in options.models:
+        config = DecoderConfig(**MODELS[model])
+        for rows in options.rows:
+            for context in options.contexts:
+                for arm in options.arms:
+                    try:
+                        told = decode(config, rows, context, arm, ceiling, options)
+                    except Exception as error:  # a row that does not fit is a row
+                        told = f"{type(error).__name__}: {str(error).splitlines()[0][:90]} | | | | |"
+                    print(f"| {model} | {rows} | {context} | {arm} | {told}", flush=True)
+
+
+# ---------------------------------------------------------------------- without a GPU
+
+
+def compiled(options: argparse.Namespace) -> None:
+    """A row for each model and number of rows."""
+    mesh = DeviceMesh.build(devices=devices_of(f"{options.compile}:1"))
+    print("| model | rows | context | held GB | temporary MB | in place | kernels a step | to the host | compile CPU s |")
+    print("|---|---:|---:|---:|---:|---:|---:|---:|---:|", flush=True)
+    for model in options.models:
+        config = DecoderConfig(**MODELS[model])
+        trained = params_of(nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0))))[1]  # noqa: B023 (used at once)
+        for rows, context in itertools.product(options.rows, options.contexts):
+            engine = EngineShapes(config, shape_of(rows, context, options.tokens, paged=True), mesh, trained)
+            began = time.process_time()
+            with uncached(), kernels_for(mesh):
+                program = engine.steps.decode.lower(*engine.arguments()["decode"]).compile()
+            text, memory, cache = program.as_text(), program.memory_analysis(), size_bytes(engine.cache)
+            told = [
+                f"{(size_bytes(engine.weights) + cache) / 1e9:.1f}",
+                f"{memory.temp_size_in_bytes / 1e6:.0f}",
+                f"{memory.alias_size_in_bytes / (cache + size_bytes(engine.rows)):.2f}",
+                f"{kernels(text) / options.tokens:.0f}",
+                ", ".join(way for way in ("infeed", "outfeed", " send(", " recv(") if way in text) or "nothing",
+                f"{time.process_time() - began:.0f}",
+            ]
+            print(f"| {model} | {rows} | {context} | {' | '.join(told)} |", flush=True)
+
+
+def shape_of(rows: int, context: int, tokens: int, *, paged: bool) -> EngineOptions:
+    """An engine with room for a decode call behind the context, all rows full."""
+    room = -(-(context + tokens) // PAGE) * PAGE
+    pages = rows * room // PAGE + 1 if paged else 0
+    shape = EngineOptions(slots=rows, slot_tokens=room, chunk=PAGE, decode_tokens=tokens, append_tokens=(256,))
+    return replace(shape, dtype="bfloat16", pages=pages)
+
+
+# ---------------------------------------------------------------------- what the device can do
+
+
+def seconds(call: Callable[[], Any], repeats: int = 5) -> float:
+    """Of one call, the median."""
+    jax.block_until_ready(call())
+    found = []
+    for _ in range(repeats):
+        began = time.perf_counter()
+        jax.block_until_ready(call())
+        found.append(time.perf_counter() - began)
+    return float(np.median(found))
+
+
+def ceilings() -> dict[str, float]:
+    """GB/s of copying and of reading, TFLOP/s of a bf16 product, microseconds of a small kernel in a chain of them."""
+    on_cpu = jax.devices()[0].platform == "cpu"
+    words, side = (1 << 20, 512) if on_cpu else (1 << 30, 8192)
+    x = jax.jit(lambda: jax.random.normal(jax.random.key(0), (words,)))()
+    copy, read = jax.jit(lambda x: x * 1.5), jax.jit(jnp.sum)
+    a = jax.jit(lambda: jax.random.normal(jax.random.key(1), (side, side), jnp.bfloat16))()
+    product = jax.jit(lambda a: a @ a)
+    small = jnp.ones((8, 128))
+
+    def chain(x: jax.Array) -> jax.Array:
+        for _ in range(300):
+            x = jax.lax.optimization_barrier(x * 1.01)
+        return x
+
+    chained = jax.jit(chain)
+    return {
+        "copy_gbps": 8 * words / seconds(lambda: copy(x)) / 1e9,
+        "read_gbps": 4 * words / seconds(lambda: read(x)) / 1e9,
+        "tflops": 2 * side**3 / seconds(lambda: product(a)) / 1e12,
+        "kernel_us": seconds(lambda: chained(small)) / 300 * 1e6,
+    }
+
+
+# ---------------------------------------------------------------------- decode
+
+
+def decode(
+    config: DecoderConfig, rows: int, context: int, arm: str, ceiling: dict[str, float], options: argparse.Namespace
+) -> str:
+    """One row's cells from milliseconds on."""
+    mesh, tokens, paged = DeviceMesh.build(1), options.tokens, arm.startswith("pages")
+    shape = shape_of(rows, context, tokens, paged=paged)
+    room = shape.slot_tokens
+    form = {"pages": paged_attention(config.attention, mesh), "pages-xla": PagedReference(config.attention)}.get(arm)
+    steps: Any = make_steps(config, dtype=jnp.bfloat16, chunk=PAGE, decode_tokens=tokens, mesh=mesh, pages=form)
+    trained = params_of(nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0))))[1]
+    weights = jax.tree.map(normal, jax.eval_shape(steps.publish, trained))
+    cache = jax.tree.map(normal, jax.eval_shape(lambda: cache_of(config, shape, form)))
+    held = new_rows(rows, shape.stop_tokens)
+    state = {"token": 5, "pos": context - tokens, "live": True, "left": 10**6, "temperature": 1.0, "top_p": 1.0, "stop": -1}
+    armed = {name: jnp.full(x.shape, state.get(name, 0), x.dtype) for name, x in held.items()}
+    armed |= {"mask": jnp.ones(rows, bool), "key": jax.random.bits(jax.random.key(2), (rows, 2))}
+    table = jnp.asarray(np.random.default_rng(0).permutation(rows * room // PAGE).reshape(rows, -1)) if paged else None
+    used = min(n for n in used_lengths(PAGE, room) if n >= context)
+    subset = (jnp.arange(rows), used) if arm == "slots" else (None, 0)
+    began = time.perf_counter()
+    program = steps.decode.lower(weights, cache, held, armed, None, *subset, table).compile()
+    compile_s = time.perf_counter() - began
+    given = [each for each in subset if each is not None and each is not used] if arm == "slots" else [None]
+
+    def calls(count: int) -> None:
+        nonlocal cache, held
+        for _ in range(count):
+            out = program(weights, cache, held, armed, None, *given, table)
+            cache, held = out[0], out[1]
+        jax.block_until_ready(held)
+
+    calls(2)
+    began = time.perf_counter()
+    calls(options.calls)
+    took = (time.perf_counter() - began) / options.calls / tokens
+    least = roofline_s(config, rows, context - tokens / 2, weights, ceiling)
+    if options.profile:
+        print(profile(lambda: calls(1), tokens), flush=True)
+    return f"{took * 1e3:.3f} | {rows / took:.0f} | {rows / least:.0f} | {least / took:.2f} | {compile_s:.0f} |"
+
+
+def normal(x: jax.ShapeDtypeStruct) -> jax.Array:
+    """Small random numbers: zeros run faster than what is real."""
+    return _normal(x.shape, jnp.dtype(x.dtype).name)
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _normal(shape: tuple[int, ...], dtype: str) -> jax.Array:
+    if len(shape) < 2 or np.prod(shape) < 2**20:
+        return 0.02 * jax.random.normal(jax.random.key(3), shape).astype(dtype)
+    # Drawn for a part and repeated: the whole in float32 may not fit.
+    part = 0.02 * jax.random.normal(jax.random.key(3), (2**20,)).astype(dtype)
+    count = int(np.prod(shape))
+    return jnp.resize(part, (count,)).reshape(shape)
+
+
+def roofline_s(config: DecoderConfig, rows: int, context: float, weights: Any, ceiling: dict[str, float]) -> float:
+    """Seconds of a step that neither memory nor arithmetic can spare."""
+    c = config
+    size = sum(w.size for w in jax.tree.leaves(weights)) - (0 if c.tied_head else c.vocab_size * c.width)
+    held = 2 * c.layers * c.kv_heads * c.head_width * 2 * context * rows
+    moved = 2 * size + held + 3 * 4 * rows * c.vocab_size
+    flop = 2 * size * rows + 4 * c.layers * c.heads * c.head_width * context * rows
+    return max(moved / max(ceiling["copy_gbps"], ceiling["read_gbps"]) / 1e9, flop / ceiling["tflops"] / 1e12)
+
+
+def profile(call: Callable[[], None], tokens: int) -> str:
+    """Microseconds and kernels of a step, by name, and for how long the device had none."""
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            call()
+        with gzip.open(next(Path(folder).rglob("*.trace.json.gz"))) as file:
+            events = json.load(file)["traceEvents"]
+    processes = {e["pid"]: e["args"]["name"] for e in events if e.get("name") == "process_name"}
+    threads = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e.get("name") == "thread_name"}
+    kernels = [
+        e
+        for e in events
+        if e.get("ph") == "X"
+        and "GPU" in processes.get(e["pid"], "")
+        and threads.get((e["pid"], e["tid"]), "").startswith("Stream")
+    ]
+    if not kernels:
+        return f"no kernels were traced; {sorted(set(processes.values()))}"
+    spent: dict[str, list[float]] = defaultdict(list)
+    for e in kernels:
+        spent[e["name"]].append(e["dur"])
+    wall = max(e["ts"] + e["dur"] for e in kernels) - min(e["ts"] for e in kernels)
+    busy = sum(e["dur"] for e in kernels)
+    lines = [f"a step: {wall / tokens:.0f} us, kernels {busy / tokens:.0f} us, {len(kernels) / tokens:.0f} of them"]
+    for name, each in sorted(spent.items(), key=lambda item: -sum(item[1]))[:24]:
+        lines.append(f"  {sum(each) / tokens:8.1f} us {len(each) / tokens:6.1f} x {np.mean(each):7.2f} us  {name[:100]}")
+    return "\n".join(lines)
+
+
+# ---------------------------------------------------------------------- attention alone
+
+SHAPES = ((32, 14, 2, 64, 512), (256, 14, 2, 64, 512), (256, 12, 2, 128, 512), (32, 12, 2, 128, 2048), (256, 28, 4, 128, 2048))
+
+
+def attention(ceiling: dict[str, float], layouts: bool) -> None:
+    """A token's attention of one layer, by ours and by what JAX has: microseconds, and the share of the bandwidth."""
+    print("\n| rows, heads, key heads, width, context | by | us | of bandwidth |\n|---|---|---:|---:|", flush=True)
+    for shape in SHAPES if jax.devices()[0].platform != "cpu" else ((2, 4, 2, 16, 128),):
+        for name, us in attentions(*shape, layouts=layouts):
+            batch, _, kv_heads, width, context = shape
+            least = 4 * batch * kv_heads * width * context / max(ceiling["copy_gbps"], ceiling["read_gbps"]) / 1e3
+            told = f"{us:.1f} | {least / us:.2f}" if isinstance(us, float) else f"{us} |"
+            print(f"| {', '.join(map(str, shape))} | {name} | {told} |", flush=True)
+
+
+def attentions(batch: int, heads: int, kv_heads: int, width: int, context: int, layouts: bool) -> list[tuple[str, Any]]:
+    spec, page, loops = AttentionSpec(width**-0.5), PAGE, 28
+    interpret = jax.devices()[0].platform == "cpu"
+    count = batch * context // page
+    table = jnp.asarray(np.random.default_rng(0).permutation(count).reshape(batch, -1))
+    # As many layers as a model has, or a small cache would stay in the GPU's own.
+    pages = [tuple(normal(jax.ShapeDtypeStruct((count, kv_heads, page, width), jnp.bfloat16)) for _ in "kv") for _ in range(4)]
+    flat = [
+        tuple(normal(jax.ShapeDtypeStruct((batch, context, kv_heads, width), jnp.bfloat16)) for _ in "kv") for _ in range(4)
+    ]
+    q = normal(jax.ShapeDtypeStruct((batch, 1, heads, width), jnp.bfloat16)) * 50
+    start, ones = jnp.full(batch, context - 1), jnp.ones(batch, jnp.int32)
+    lengths = jnp.full(batch, context, jnp.int32)
+
+    def timed(one: Callable[..., jax.Array], held: Any) -> Any:
+        def many(q: jax.Array, held: Any) -> jax.Array:
+            def body(_: jax.Array, q: jax.Array) -> jax.Array:
+                for layer in held:
+                    q = one(q, *layer).reshape(q.shape).astype(q.dtype)
+                return q
+
+            return jax.lax.fori_loop(0, loops // 4, body, q)
+
+        try:
+            program = jax.jit(many)
+            return seconds(lambda: program(q, held)) / (loops // 4 * 4) * 1e6
+        except Exception as error:
+            return f"{type(error).__name__}: {str(error).splitlines()[0][:80]}"
+
+    def by_jax(name: str) -> Callable[..., jax.Array]:
+        return lambda q, k, v: jax.nn.dot_product_attention(
+            q, k, v, key_value_seq_lengths=lengths, query_seq_lengths=ones, implementation=name
+        )
+
+    def by_pallas(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            from jax.experimental.pallas.ops.gpu.decode_attention import gqa
+        out = gqa(q[:, 0], k, v, kv_seq_len=lengths, k_splits=min(16, context // 16), interpret=interpret)
+        return jnp.asarray(out)
+
+    ours = PagedGpu(spec, interpret=interpret)
+    tried = {"ours": ours}
+    if layouts:
+        tried |= {f"ours, {p} programs": replace(ours, programs=p) for p in (256, 512, 2048)}
+        tried |= {f"ours, {k} keys": replace(ours, keys=k) for k in (32, 128)}
+        tried |= {f"ours, {w} warps": replace(ours, warps=w) for w in (1, 2, 8)}
+        tried |= {f"ours, {n} stages": replace(ours, stages=n) for n in (1, 2, 4)}
+    found = [(name, timed(lambda q, k, v, f=f: f(q, (k, v), table, start, ones), pages)) for name, f in tried.items()]
+    found += [("XLA", timed(by_jax("xla"), flat)), ("cuDNN", timed(by_jax("cudnn"), flat))]
+    return [*found, ("JAX's Pallas kernel", timed(by_pallas, flat))]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,223 @@
+"""Attention of new tokens to keys and values kept in pages, as a Pallas kernel for NVIDIA GPUs, by way of Triton.
+
+Each row's own pages are read and no more, where they lie: no copy is made of what decoding reads. What one token's query has
+to read is shared out among several programs of the GPU, and what they found is joined by their log-sum-exps (Flash-Decoding:
+Dao et al. 2023). How many they are goes by shapes and by the row's own length, so no bit of a row depends on its neighbours.
+Inference only: no backward pass.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+from jaxtyping import Array, Float, Int
+
+from jaxagent.models.attention import NEGATIVE, AttentionSpec, group_queries, soft_cap
+from jaxagent.models.attention_blocked import pad_length
+from jaxagent.sharding import DeviceMesh
+
+Pages = tuple[Array, Array]  # keys and values [P, K, Z, H] of one layer
+
+LEAST = 16  # rows and columns of a product on matrix units
+PROGRAMS = 1024  # that a call is shared out among, a few for each multiprocessor
+KEYS = 64  # that a program reads at once
+TILE_ROWS = 64  # of a tile where several tokens are fed, queries times the heads that share a key head
+
+
+@dataclass(frozen=True)
+class _Tile:
+    """What the kernel must know while it is compiled."""
+
+    spec: AttentionSpec
+    window: int  # 0: none
+    queries: int  # of a tile
+    sharing: int  # query heads of a key head
+    rows: int  # queries x sharing, and what fills them up to a power of two
+    size: int  # tokens of a page
+    keys: int  # read at once; a page is a multiple
+    parts: int  # programs that share a tile's keys
+    interpret: bool
+
+
+@dataclass(frozen=True)
+class PagedGpu:
+    """The kernel over pages. On several devices each has its own heads, and a key head that several need is there for each."""
+
+    spec: AttentionSpec
+    mesh: DeviceMesh | None = None  # a replica's; None is one device
+    interpret: bool = False  # runs on any platform, for tests
+    programs: int = PROGRAMS
+    tile_rows: int = TILE_ROWS
+    keys: int = KEYS
+    warps: int = 4
+    stages: int = 3  # of loads under way
+
+    def new(self, pages: int, page_tokens: int, kv_heads: int, head_width: int, dtype: jnp.dtype) -> Pages:
+        """Empty pages of one layer, heads filled with zeros up to a power of two."""
+        shards = self.mesh.size["tensor"] if self.mesh else 1
+        shape = (pages, max(kv_heads, shards), page_tokens, power_of_two(head_width))
+        return jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)
+
+    def attend(
+        self, new: tuple[Array, Array, Array], pages: Pages, table_BM: Array, start_B: Array, count_B: Array, sliding: bool
+    ) -> tuple[Float[Array, "B T N H"], Pages]:
+        """Writes the keys and values of new tokens, and lets their queries attend; `new` is q, k and v."""
+
+        def on_a_device(q: Array, k: Array, v: Array, *rest: Array) -> tuple[Array, Array, Array]:
+            keys, values, table, start, count = rest
+            written = write_pages((keys, values), k, v, table, start, count)
+            return self(q, written, table, start, count, sliding), *written
+
+        copies = pages[0].shape[1] // new[1].shape[2]  # of each key head
+        q, k, v = new[0], *(jnp.repeat(part, copies, axis=2) if copies > 1 else part for part in new[1:])
+        given = q, k, v, *pages, table_BM, start_B, count_B
+        if self.mesh is None or self.mesh.size["tensor"] == 1:
+            out, *written = on_a_device(*given)
+        else:
+            heads, held = (None, None, "kv_heads", None), (None, "kv_heads", None, None)
+            inputs = heads, heads, heads, held, held, (None, None), (None,), (None,)
+            out, *written = self.mesh.per_device(on_a_device, inputs, (heads, held, held))(*given)
+        return out, (written[0], written[1])
+
+    def __call__(
+        self,
+        q_BTNH: Float[Array, "B T N H"],
+        pages: Pages,
+        table_BM: Int[Array, "B M"],
+        start_B: Int[Array, "B"],
+        count_B: Int[Array, "B"],
+        sliding: bool = False,
+    ) -> Float[Array, "B T N H"]:
+        """Each query sees the keys of its row up to its own position, which must have been written.
+
+        Args:
+            table_BM: the pages of each row, in order; entries behind its length may be any page.
+            start_B: position of the first query; those of a row follow each other.
+            count_B: how many of the T queries are real; the outputs of the others are zero, 0 is an empty row.
+        """
+        batch, length, heads, head_width = q_BTNH.shape
+        total, kv_heads, size, width = pages[0].shape
+        sharing = heads // kv_heads
+        rows = power_of_two(min(length * sharing, max(sharing, self.tile_rows)))
+        queries = rows // sharing
+        tiles = -(-length // queries)
+        keys = min(size, self.keys)
+        if size % keys or keys < LEAST or keys & (keys - 1):
+            raise ValueError(f"a page holds {LEAST}, 32 or a multiple of {self.keys} tokens (engine.chunk), got {size}")
+        parts = max(1, min(self.programs // (batch * kv_heads * tiles), table_BM.shape[1] * size // keys))
+        window = self.spec.window if sliding else 0
+        tile = _Tile(self.spec, window, queries, sharing, rows, size, keys, parts, self.interpret)
+        # B K C R H: tiles of queries, each with its heads
+        q = group_queries(_widen(pad_length(q_BTNH, tiles * queries), width), kv_heads, self.spec.scale)
+        q = q.reshape(batch, kv_heads, tiles, queries * sharing, width)
+        q = jnp.pad(q, [(0, 0)] * 3 + [(0, rows - queries * sharing), (0, 0)])
+
+        whole = lambda x: pl.BlockSpec(x.shape, lambda *_: (0,) * x.ndim)  # noqa: E731
+        of_head = pl.BlockSpec((total, None, size, width), lambda row, head, n: (0, head, 0, 0))
+        of_tile = pl.BlockSpec((None, None, None, rows, width), lambda row, head, n: (row, head, n // parts, 0, 0))
+        of_part = pl.BlockSpec((None, None, None, rows, width), lambda row, head, n: (row, head, n, 0, 0))
+        of_lse = pl.BlockSpec((None, None, None, rows), lambda row, head, n: (row, head, n, 0))
+        given = [x.astype(jnp.int32) for x in (table_BM, start_B, count_B)]
+        shape = (batch, kv_heads, tiles * parts, rows)
+        out, lse = pl.pallas_call(
+            partial(_kernel, tile=tile),
+            grid=(batch, kv_heads, tiles * parts),
+            in_specs=[*map(whole, given), of_tile, of_head, of_head],
+            out_specs=[of_part, of_lse],
+            out_shape=[
+                jax.ShapeDtypeStruct((*shape, width), q.dtype if parts == 1 else jnp.float32),
+                jax.ShapeDtypeStruct(shape, jnp.float32),
+            ],
+            compiler_params=plgpu.CompilerParams(num_warps=self.warps, num_stages=self.stages),
+            interpret=self.interpret,
+        )(*given, q, *pages)
+        if parts > 1:
+            lse = lse.reshape(batch, kv_heads, tiles, parts, rows, 1)
+            share = jnp.exp(lse - lse.max(3, keepdims=True))
+            out = (out.reshape(*lse.shape[:-1], width) * share).sum(3) / share.sum(3)
+        out = out[..., : queries * sharing, :].reshape(batch, kv_heads, tiles * queries, sharing, width)
+        out = out.transpose(0, 2, 1, 3, 4).reshape(batch, -1, heads, width)[:, :length, :, :head_width].astype(q_BTNH.dtype)
+        real = jnp.arange(length) < count_B[:, None]
+        return jnp.where(real[..., None, None], out, 0)
+
+
+def write_pages(
+    pages: Pages,
+    k_BTKH: Float[Array, "B T K H"],
+    v_BTKH: Float[Array, "B T K H"],
+    table_BM: Int[Array, "B M"],
+    start_B: Int[Array, "B"],
+    count_B: Int[Array, "B"],
+) -> Pages:
+    """Puts the first `count` tokens of each row at its positions from `start` on; the others are dropped."""
+    total, _, size, width = pages[0].shape
+    ahead = jnp.arange(k_BTKH.shape[1])
+    valid = ahead < count_B[:, None]
+    pos = jnp.where(valid, start_B[:, None] + ahead, 0)
+    page = jnp.where(valid, jnp.take_along_axis(table_BM, pos // size, axis=1), total)  # beyond the last: dropped
+    keys, values = (
+        held.at[page, :, pos % size].set(_widen(new, width).astype(held.dtype), mode="drop")
+        for held, new in zip(pages, (k_BTKH, v_BTKH), strict=True)
+    )
+    return keys, values
+
+
+def power_of_two(n: int) -> int:
+    """The next one, and no less than the matrix units take."""
+    return max(LEAST, 1 << (n - 1).bit_length())
+
+
+def _widen(x: Array, width: int) -> Array:
+    """Zeros behind the last dimension."""
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, width - x.shape[-1])])
+
+
+def _kernel(
+    *refs: Any,  # table, start, count; q, keys, values; out, lse
+    tile: _Tile,
+) -> None:
+    table, start, count, q_ref, k_ref, v_ref, out_ref, lse_ref = refs
+    row, number = pl.program_id(0), pl.program_id(2)
+    ahead = jax.lax.div(number, tile.parts) * tile.queries
+    first = start[row] + ahead  # position of the tile's first query
+    end = jnp.where(count[row] > ahead, first + jnp.minimum(count[row] - ahead, tile.queries), 0)  # of the keys it sees
+    begin = jax.lax.div(jnp.maximum(first - tile.window + 1, 0), tile.keys) if tile.window else 0
+    blocks = jnp.maximum(jax.lax.div(end + tile.keys - 1, tile.keys) - begin, 0)
+    share = jax.lax.div(blocks + tile.parts - 1, tile.parts)
+    mine = begin + jax.lax.rem(number, tile.parts) * share
+    q = q_ref[...]
+    at = first + jax.lax.div(jnp.arange(tile.rows), tile.sharing)
+    exact = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else None  # not the matrix units' own 19 bits
+
+    def product(a: Array, b: Array, dimensions: tuple[tuple[int, ...], tuple[int, ...]]) -> Array:
+        if tile.interpret:  # XLA on CPU has no bf16 x bf16 -> f32
+            a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+        return jax.lax.dot_general(a, b, (dimensions, ((), ())), precision=exact, preferred_element_type=jnp.float32)
+
+    def visit(j: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        top, total, acc = carry
+        pos = j * tile.keys
+        page = table[row, jax.lax.div(pos, tile.size)]
+        here = pl.ds(jax.lax.rem(pos, tile.size), tile.keys)
+        scores = soft_cap(product(q, k_ref[page, here, :], ((1,), (1,))), tile.spec.softcap)
+        distance = at[:, None] - (pos + jnp.arange(tile.keys))[None, :]
+        visible = (distance >= 0) & (distance < tile.window) if tile.window else distance >= 0
+        scores = jnp.where(visible, scores, NEGATIVE)
+        new_top = jnp.maximum(top, scores.max(1))
+        decay, weights = jnp.exp(top - new_top), jnp.exp(scores - new_top[:, None])
+        v = v_ref[page, here, :]
+        mixed = product(weights.astype(v.dtype), v, ((1,), (0,)))
+        return new_top, total * decay + weights.sum(1), acc * decay[:, None] + mixed
+
+    nothing = jnp.full(tile.rows, NEGATIVE, jnp.float32), jnp.zeros(tile.rows, jnp.float32)
+    start_with = *nothing, jnp.zeros((tile.rows, q.shape[1]), jnp.float32)
+    top, total, acc = jax.lax.fori_loop(mine, jnp.minimum(mine + share, begin + blocks), visit, start_with)
+    seen = jnp.where(total == 0, 1.0, total)
+    out_ref[...] = (acc / seen[:, None]).astype(out_ref.dtype)
+    lse_ref[...] = top + jnp.log(seen)
