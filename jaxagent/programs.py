@@ -39,7 +39,7 @@ class Programs:
         server, token, first = await self._serving(), secrets.token_hex(24), rows[0]
         name = f"{first.group}#{first.rollout}.{first.attempts}"
         rules = Rules(self.limits.max_tokens, sampling, self.limits.max_turns, blind=isinstance(env, Ablated))
-        session, record = Session(name, self.slots, rules, key), Record(self.slots, rows)
+        session, record = Session(name, self.slots, rules, key, first.group), Record(self.slots, rows)
         session.heard = record.heard
         server.sessions[token] = session
         first.waiting = "program"

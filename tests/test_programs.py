@@ -176,13 +176,16 @@ def test_a_program_that_asks_too_much_is_refused_and_what_it_had_counts() -> Non
 def test_training_samples_as_the_run_says_and_holds_nothing_to_a_form() -> None:
     def wishful(task: Any, url: str, key: str) -> float:
         ask(url, key, [user("q")], temperature=0.1, top_p=0.5, max_tokens=7, stop=["zz"])
+        said = ask(url, key, [user("q")], tool_choice="required")
+        assert said["content"] == "x" and "tool_calls" not in said  # a call is wished for, and not forced
         with pytest.raises(urllib.error.HTTPError, match="400"):
-            ask(url, key, [user("q")], tool_choice="required")
+            ask(url, key, [user("q")], response_format={"type": "json_schema", "json_schema": {"name": "f", "schema": {}}})
         return 0.0
 
-    sampler = words(Message("assistant", "x"))
+    sampler = words(*[Message("assistant", "x")] * 2)
     play(world_of(wishful), sampler)
     assert sampler.requests[0].sampling == Sampling(max_tokens=7, stop_strings=("zz",))
+    assert sampler.requests[1].sampling == Sampling(max_tokens=30)
 
 
 def test_what_tools_say_is_hidden_from_an_ablated_policy() -> None:
