@@ -1,4 +1,4 @@
-"""The quickstart's task, played by the OpenAI Agents SDK: `configs/programs/look_up_sdk.py` (`pip install jaxagent[agents]`)."""
+"""The quickstart's task, played by the OpenAI Agents SDK (`jaxagent[agents]`): `configs/programs/look_up_sdk.py`."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The quickstart's task, played by mini-swe-agent: `configs/programs/look_up_mini.py` (`pip install jaxagent[agents]`)."""
+"""The quickstart's task, played by mini-swe-agent (`jaxagent[agents]`): `configs/programs/look_up_mini.py`."""
 
 from pathlib import Path
 

@@ -188,10 +188,12 @@ class Endpoint:
             )
         url = f"{self.options.url.rstrip('/')}/chat/completions"
         async with self._http.post(url, data=json.dumps(body).encode(), allow_redirects=False) as reply:
-            said = await reply.content.read(_ANSWER_BYTES) if reply.content_length != 0 else b""
-            while not reply.content.at_eof() and len(said) < _ANSWER_BYTES:
-                said += await reply.content.read(_ANSWER_BYTES - len(said))
-            return reply.status, said, reply.headers
+            said = bytearray()
+            async for piece in reply.content.iter_chunked(1 << 16):
+                said += piece
+                if len(said) > _ANSWER_BYTES:
+                    raise EndpointFailed(f"{url}: an answer of more than {_ANSWER_BYTES} bytes")
+            return reply.status, bytes(said), reply.headers
 
 
 def _function(tool: ToolSpec) -> dict[str, Any]:

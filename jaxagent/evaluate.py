@@ -175,8 +175,9 @@ def report(asked: Asked, endpoint: EndpointOptions | None = None, overrides: Seq
     made = _foreign(config, endpoint, sampling, concurrency) if endpoint else _own(config, Path(asked.workdir))
     with made as (rollouts, world, policy):
         said = {"policy": policy, **size, "seed": config.seed, "sampling": asdict(sampling)}
+        place = {name: config[name].to_dict() for name in ("env", "agent", "chat")}
         home = Path(asked.to or Path(asked.workdir) / "evals") if asked.to or asked.workdir else None
-        table, rows = _kept(rollouts, world, sampling, said, home, config.env)
+        table, rows = _kept(rollouts, world, sampling, said, home and _folder(home, {**said, **place}))
     player = rollouts.agent
     if isinstance(player, Endpoint) and player.fault:
         raise ValueError(f"--endpoint={player.fault}")
@@ -189,20 +190,24 @@ def report(asked: Asked, endpoint: EndpointOptions | None = None, overrides: Seq
     return 0
 
 
+def _folder(home: Path, settings: dict[str, Any]) -> Path:
+    """The folder of an evaluation, named by all that it depends on; what that is stands in it."""
+    text = json.dumps(settings, sort_keys=True, indent=2) + "\n"
+    folder = home / f"{settings['split']}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "settings.json").write_text(text)
+    return folder
+
+
 def _kept(
-    rollouts: Rollouts, world: World, sampling: Sampling, said: dict[str, Any], home: Path | None, env: ConfigDict
+    rollouts: Rollouts, world: World, sampling: Sampling, said: dict[str, Any], folder: Path | None
 ) -> tuple[dict[str, Any], list[Trajectory]]:
-    """The table and the episodes, which are kept in a folder named by all that they depend on."""
+    """The table and the episodes. Those that are in the folder are taken from it, the others are put there as they end."""
     split, k = said["split"], said["rollouts"]
-    settings = json.dumps({**said, "env": env.to_dict()}, sort_keys=True, indent=2)
-    folder = home / f"{split}-{hashlib.sha256(settings.encode()).hexdigest()[:12]}" if home else None
     journal = Journal(folder / "journal", redraw=False, keep_broken=False) if folder else None
     try:
-        if folder and journal:
-            known, _ = journal.begin(0)
-            (folder / "settings.json").write_text(settings + "\n")
-            if known:
-                print(f"{known} episodes are there already, in {folder}", file=sys.stderr)
+        if journal and (known := journal.begin(0)[0]):
+            print(f"{known} episodes are there already, in {folder}", file=sys.stderr)
         named = tasks_of(world, split, said["tasks"])
         futures = rollouts.play(named, k, sampling, journal=journal)
         groups = [Group.of(name, wait(members)) for (name, _), members in zip(named, futures, strict=True)]

@@ -45,8 +45,9 @@ class Programs:
         first.waiting = "program"
         try:
             outcome = await episode.run(task, Door(self._url, token))
-        except ProgramFailed:
-            if not session.exhausted:  # a program whose calls were refused may well fail, by no fault of its own
+        except Exception:
+            # A program whose calls were refused may well fail, each client in its own way: that is the policy's budget.
+            if not session.exhausted:
                 raise
             outcome = Outcome(0.0, f"the program ended when it had no more {session.exhausted}")
         finally:

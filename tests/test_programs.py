@@ -156,7 +156,8 @@ def test_draws_do_not_depend_on_the_order_of_calls_side_by_side() -> None:
     assert len({key for _, key in keys("aba")}) == 3  # the same question again is drawn anew
 
 
-def test_a_program_that_asks_too_much_is_refused_and_what_it_had_counts() -> None:
+@pytest.mark.parametrize("fault", [ProgramFailed("no more calls"), PermissionError("as clients have it")])
+def test_a_program_that_asks_too_much_is_refused_and_what_it_had_counts(fault: Exception) -> None:
     def endless(task: Any, url: str, key: str) -> float:
         while True:
             ask(url, key, [user("again")])
@@ -166,7 +167,7 @@ def test_a_program_that_asks_too_much_is_refused_and_what_it_had_counts() -> Non
             return endless(task, url, key)
         except urllib.error.HTTPError as error:
             assert json.load(error)["error"]["code"] == "budget"
-            raise ProgramFailed("no more calls") from None
+            raise fault from None
 
     rows = play(world_of(stubborn), words(*[Message("assistant", "x")] * 9), max_turns=2)
     assert {row.stop for row in rows} == {StopReason.MAX_TURNS}
