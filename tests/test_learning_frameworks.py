@@ -1,6 +1,6 @@
 """Policies behind agent frameworks learn: a table of logits, the frameworks as they come, their doors, real credit.
 
-The task is to press two buttons in the order that is asked for. `configs/program_agents.py` trains a decoder the same way.
+The task is to press the button that is asked for, once, and to say so. `configs/program_agents.py` trains a decoder the same way.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from jaxagent.programs import Programs
 from jaxagent.types import Group, Sampling, Trajectory
 
 pytestmark = [pytest.mark.learning, pytest.mark.filterwarnings("ignore")]
-QUESTIONS = ("AB", "BA", "AA", "BB")
+QUESTIONS = ("A", "B")
+PATIENCE_S = 600.0  # of clients, on a machine that has other things to do
 Program = Callable[[Any, str, str], Any]
 
 
@@ -50,7 +51,7 @@ def openai_agents() -> tuple[Program, list[Any], str]:
             pressed.append("B")
             return "B"
 
-        async with openai.AsyncOpenAI(base_url=url, api_key=key, max_retries=0) as client:
+        async with openai.AsyncOpenAI(base_url=url, api_key=key, max_retries=0, timeout=PATIENCE_S) as client:
             model = agents.OpenAIResponsesModel("policy", client)
             await agents.Runner.run(agents.Agent("presses", tools=[A, B], model=model), task["question"], max_turns=9)
         return float("".join(pressed) == task["question"])
@@ -79,7 +80,7 @@ def mini_swe_agent() -> tuple[Program, list[Any], str]:
             return {}
 
     def program(task: Any, url: str, key: str) -> float:
-        where = {"api_base": url, "api_key": key, "num_retries": 0, "max_retries": 0}
+        where = {"api_base": url, "api_key": key, "num_retries": 0, "max_retries": 0, "timeout": PATIENCE_S}
         model = names["LitellmModel"](model_name="openai/policy", model_kwargs=where, observation_template="{{output.output}}")
         buttons, words = Buttons(), {"system_template": "press", "instance_template": "{{task}}"}
         names["DefaultAgent"](model, buttons, step_limit=3, **words).run(task["question"])
@@ -105,7 +106,7 @@ def smolagents() -> tuple[Program, list[Any], str]:
 
             return Button()
 
-        model = smol.OpenAIModel("policy", api_base=url, api_key=key, client_kwargs={"max_retries": 0})
+        model = smol.OpenAIModel("policy", api_base=url, api_key=key, client_kwargs={"max_retries": 0, "timeout": PATIENCE_S})
         agent = smol.ToolCallingAgent([button("A"), button("B")], model, max_steps=3, verbosity_level=0)
         agent.run(task["question"])
         return float("".join(pressed) == task["question"])
@@ -143,15 +144,15 @@ def test_a_policy_behind_a_framework_learns_what_it_is_asked_for(framework: Call
 
     def state_of(text: str) -> str:
         """The question and what has been pressed since."""
-        asked = re.findall(r"\b([AB]{2})\b", text.rpartition("<user>New task:\n")[2] if "New task" in text else text)[0]
+        asked = re.findall(r"\b([AB])\b", text.rpartition("<user>New task:\n")[2] if "New task" in text else text)[0]
         return asked + "".join(re.findall(result, text))
 
     policy = Table(turns, state_of, seed=0)
     curve = []
-    for step in range(12):
-        groups = episodes(program, policy, step, rollouts=8)
+    for step in range(6):
+        groups = episodes(program, policy, step, rollouts=12)
         assert all(row.stop.counts for row in rows_of(groups))
         curve.append(success(groups))
         assign(groups, TABLE["rloo"])
-        policy.learn(rows_of(groups), 12.0)
-    assert curve[0] < 0.4 and min(curve[-2:]) > 0.8, curve
+        policy.learn(rows_of(groups), 30.0)
+    assert curve[0] < 0.4 and curve[-1] > 0.7, curve  # at random it is 1/9

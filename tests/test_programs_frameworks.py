@@ -96,7 +96,7 @@ def test_the_openai_agents_sdk_streams_calls_in_parallel_hands_over_and_asks_for
         return f"<{key}>"
 
     async def program(task: Any, url: str, key: str) -> float:
-        async with openai.AsyncOpenAI(base_url=url, api_key=key, max_retries=0) as client:
+        async with openai.AsyncOpenAI(base_url=url, api_key=key, max_retries=0, timeout=600.0) as client:
             for kind in (agents.OpenAIChatCompletionsModel, agents.OpenAIResponsesModel):
                 model, wish = (
                     kind("policy", client),

@@ -35,7 +35,7 @@ async def agent(task, base_url, api_key, model=OpenAIChatCompletionsModel):
         history.append(functions["B"](key))
         return history[-1]
 
-    async with AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+    async with AsyncOpenAI(base_url=base_url, api_key=api_key, timeout=600.0) as client:
         player = Agent("look-up", tools=[A, B], model=model("policy", client))
         try:
             answer = (await Runner.run(player, task["question"], max_turns=8)).final_output
