@@ -1,6 +1,6 @@
 """Policies behind agent frameworks learn: a table of logits, the frameworks as they come, their doors, real credit.
 
-The task is to press the button that is asked for, once, and to say so. `configs/program_agents.py` trains a decoder the same way.
+The task is to press the button that is asked for, once, and to say so. `configs/program_agents.py` trains a decoder so.
 """
 
 from __future__ import annotations
