@@ -2,7 +2,8 @@
 
 jaxagent train    --config=FILE[:ARG] --workdir=DIR [--config.KEY=VALUE ...] [--coordinator=HOST:PORT --processes=N --process=I]
 jaxagent finetune --config=FILE[:ARG] --workdir=DIR [--config.KEY=VALUE ...]
-jaxagent eval     --workdir=DIR [--tasks=N] [--rollouts=K] [--split=test] [--temperature=T]
+jaxagent eval     --workdir=DIR [--tasks=N] [--rollouts=K] [--split=test] [--temperature=T] [--to=DIR]
+jaxagent eval     --workdir=DIR|--config=FILE[:ARG] --endpoint=URL --model=NAME [--key-env=VARIABLE] [...]
 jaxagent generate --checkpoint=DIR --prompt=TEXT [--temperature=T] [--max-tokens=N]
 jaxagent plan     --config=FILE[:ARG] [--topology=v5e:16x16] [--json] [--config.KEY=VALUE ...]
 jaxagent serve    --checkpoint=DIR [--port=8000] [--host=H] [--token-file=F] [--context=N] [--slots=N]
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import json
 import os
 import sys
 from collections.abc import Sequence
@@ -61,12 +63,7 @@ def parser() -> argparse.ArgumentParser:
         if name == "train":
             for flag, variable in PROCESSES.items():
                 story.add_argument(f"--{flag}", help=f"of several that train together; or {variable}")
-    evaluate = commands.add_parser("eval", help="success on held-out tasks, with its confidence interval")
-    evaluate.add_argument("--workdir", required=True)
-    evaluate.add_argument("--tasks", type=count, help="default: evaluate.final_tasks of the run")
-    evaluate.add_argument("--rollouts", type=count, help="k, episodes per task; default: evaluate.rollouts of the run")
-    evaluate.add_argument("--split", default="test", choices=["train", "valid", "test"])
-    evaluate.add_argument("--temperature", type=float, help="default: evaluate.temperature of the run")
+    add_eval(commands.add_parser("eval", help="success on held-out tasks, with its confidence interval"))
     generate = commands.add_parser("generate", help="one answer of a checkpoint")
     generate.add_argument("--checkpoint", required=True, help="a Hugging Face checkpoint or a PEFT adapter directory")
     generate.add_argument("--prompt", required=True)
@@ -119,6 +116,50 @@ def _add_env(env: argparse.ArgumentParser) -> None:
     which.add_argument("--config", help="the world of a file with get_config(arg), as FILE or FILE:ARG")
 
 
+def add_eval(evaluate: argparse.ArgumentParser) -> None:
+    where = evaluate.add_mutually_exclusive_group(required=True)
+    where.add_argument("--workdir", default="", help="a run: its world, and its last checkpoint unless --endpoint is given")
+    where.add_argument(
+        "--config", default="", help="for an endpoint, without a run: a file with get_config(arg), as FILE or FILE:ARG"
+    )
+    evaluate.add_argument("--tasks", type=count, help="default: evaluate.final_tasks of the run")
+    evaluate.add_argument("--rollouts", type=count, help="k, episodes per task; default: evaluate.rollouts of the run")
+    evaluate.add_argument("--split", default="test", choices=["train", "valid", "test"])
+    evaluate.add_argument("--temperature", type=float, help="default: evaluate.temperature of the run")
+    evaluate.add_argument("--top-p", type=float, help="default: sampling.top_p of the run")
+    evaluate.add_argument("--max-tokens", type=count, help="of a turn; default: sampling.max_tokens of the run")
+    evaluate.add_argument("--to", default="", help="folder in which episodes are kept; default: evals in the workdir")
+    evaluate.add_argument("--endpoint", default="", help="what to ask instead of a checkpoint, as https://HOST/v1")
+    evaluate.add_argument("--model", default="", help="its name there")
+    evaluate.add_argument("--key-env", default="", metavar="VARIABLE", help="the environment variable that holds the key")
+    evaluate.add_argument("--fields", default="{}", help="JSON that is added to every request; null takes a field away")
+    evaluate.add_argument("--concurrency", type=count, default=8, help="episodes that ask the endpoint at once")
+    evaluate.add_argument("--attempts", type=count, default=6, help="at a request to the endpoint")
+    evaluate.add_argument("--timeout-s", type=float, default=120.0, help="of a request to the endpoint")
+
+
+def eval_options(options: dict[str, Any], home: Any) -> dict[str, Any]:
+    """The flags of `eval`, in the groups that receive them. Raises ValueError for an endpoint that is not wholly said."""
+    asked = home.Asked(**{name: options[name] for name in home.Asked.__annotations__})
+    url, variable = options["endpoint"], options["key_env"]
+    if bool(url) != bool(options["model"]):
+        raise ValueError("--endpoint and --model belong together")
+    if not url:
+        return {"asked": asked}
+    if not url.startswith(("http://", "https://")):
+        raise ValueError(f"--endpoint={url}: a URL is wanted, as https://HOST/v1")
+    if variable and not os.environ.get(variable):
+        raise ValueError(f"--key-env={variable}: this environment variable is not set")
+    try:
+        fields = dict(json.loads(options["fields"]))
+    except (TypeError, ValueError):
+        raise ValueError(f"--fields={options['fields']}: a JSON object is wanted") from None
+    key = os.environ[variable].strip() if variable else ""
+    how = {name: options[name] for name in ("model", "attempts", "timeout_s")}
+    endpoint = home.EndpointOptions(url=url, key=key, fields=fields, **how)
+    return {"asked": asked, "endpoint": endpoint, "concurrency": options["concurrency"]}
+
+
 def add_serve(serve: argparse.ArgumentParser) -> None:
     serve.add_argument("--checkpoint", required=True, help="a Hugging Face checkpoint or a PEFT adapter directory")
     serve.add_argument("--name", default="", help="of the model, as clients say it; default: the directory's")
@@ -167,7 +208,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("stopped" + "; the same command goes on from the last checkpoint" * (command in STORIES), file=sys.stderr)
+        kept = "the last checkpoint" if command in STORIES else "the episodes that are kept" if command == "eval" else ""
+        print(f"stopped; the same command goes on from {kept}" if kept else "stopped", file=sys.stderr)
         return 130
 
 
@@ -183,6 +225,8 @@ def call(command: str, home: Any, overrides: Sequence[str], options: dict[str, A
         return home.report(*env)
     if command == "serve":
         options = serve_options(options, home)
+    if command == "eval":
+        options = {**eval_options(options, home), "overrides": overrides}
     done = {
         "eval": "report",
         "view": "write_report",

@@ -1,19 +1,35 @@
-"""How good a policy is on held-out tasks: success with its confidence interval, pass@k, and success by difficulty."""
+"""How good a policy is on held-out tasks: success with its interval, pass@k, pass^k, by difficulty and by turn.
+
+The policy is a run's, or a model behind an endpoint that plays the same tasks in the same worlds.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
-from collections import defaultdict
-from dataclasses import replace
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import jax
+from ml_collections import ConfigDict
+
 from jaxagent import config as configs
-from jaxagent.envs.env import World, size_of
+from jaxagent.agent import Limits
+from jaxagent.data.store import Store
+from jaxagent.endpoint import Endpoint, EndpointOptions
+from jaxagent.envs import env as envs
+from jaxagent.envs.env import Task, World
 from jaxagent.hosts import ALONE, Hosts
-from jaxagent.parts import build, restore_weights, use_devices
-from jaxagent.rollout import Rollouts, wait
+from jaxagent.journal import Journal
+from jaxagent.models.frozen import digest
+from jaxagent.parts import Sandbox, build, restore_weights, use_devices
+from jaxagent.rollout import RolloutOptions, Rollouts, wait
 from jaxagent.types import Group, Sampling, Trajectory, by_rollout
 
 
@@ -33,13 +49,17 @@ def evaluate(
     Hosts play a share of the tasks each, and return the table of all with the trajectories of their own. The draws depend on
     the run's seed, the split and the task only, so two policies meet the same luck.
     """
-    named = [(f"{split}/{i}", world.task(split, i)) for i in range(min(tasks, size_of(world, split)))]
-    own = hosts.share(named)
+    own = hosts.share(tasks_of(world, split, tasks))
     futures = rollouts.play(own, k, sampling, ablated=ablated)
     groups = [Group.of(name, wait(members)) for (name, _), members in zip(own, futures, strict=True)]
     everyone = hosts.together([[shortened(t) for t in group.trajectories] for group in groups]) if hosts.count > 1 else []
     told = [[Trajectory.from_json(t) for t in group] for group in everyone] or [group.trajectories for group in groups]
     return summarise(told, k), [row for group in groups for row in group.rows]
+
+
+def tasks_of(world: World, split: str, tasks: int) -> list[tuple[str, Task]]:
+    """The first tasks of a split, with the names of their groups."""
+    return [(f"{split}/{i}", world.task(split, i)) for i in range(min(tasks, envs.size_of(world, split)))]
 
 
 def shortened(trajectory: Trajectory) -> dict[str, Any]:
@@ -75,11 +95,31 @@ def summarise(groups: list[list[Trajectory]], k: int) -> dict[str, Any]:
         "k": k,
         "reward": sum(t.reward for t in everyone) / n if n else math.nan,
         "turns": turns / n if n else math.nan,
-        "pass_at_k": {str(j): pass_at_k([len(group) for group in played], wins, j) for j in sorted({1, k})},
+        **_of_several([len(group) for group in played], wins, k),
         "by_difficulty": {name: sum(hits) / len(hits) for name, hits in sorted(by_difficulty.items())},
+        "ci95_by_difficulty": {name: list(wilson(sum(hits), len(hits))) for name, hits in sorted(by_difficulty.items())},
+        "solved_by_turn": _by_turn([segments for group in whole for segments in group if segments[0].stop.counts]),
         "broken": sum(len(group) for group in whole) - n,
         **({"by_role": by_role} if by_role else {}),
     }
+
+
+def _of_several(played: list[int], wins: list[int], k: int) -> dict[str, Any]:
+    """pass@j and pass^j, the mean over tasks, for j of 1, the powers of 2 below k, and k."""
+    found: dict[str, dict[str, Any]] = {"pass_at_k": {}, "ci95_at_k": {}, "pass_hat_k": {}, "ci95_hat_k": {}}
+    for j in sorted({k, *(2**i for i in range(k.bit_length()) if 2**i < k)}):
+        for name, share in (("at", pass_at), ("hat", pass_hat)):
+            each = [share(n, w, j) for n, w in zip(played, wins, strict=True) if n >= j]
+            found[f"pass_{name}_k"][str(j)] = sum(each) / len(each) if each else math.nan
+            found[f"ci95_{name}_k"][str(j)] = list(wilson(sum(each), len(each)))
+    return found
+
+
+def _by_turn(episodes: list[list[Trajectory]]) -> dict[str, float]:
+    """The share of episodes that were solved within so many turns."""
+    lengths = [(sum(len(row.turns) for row in segments), segments[0].solved) for segments in episodes]
+    ends = sorted({n for n, solved in lengths if solved})
+    return {str(end): sum(solved and n <= end for n, solved in lengths) / len(lengths) for end in ends}
 
 
 def _role_table(rows: list[Trajectory]) -> dict[str, float]:
@@ -87,22 +127,138 @@ def _role_table(rows: list[Trajectory]) -> dict[str, float]:
     return {"success": sum(t.solved for t in rows) / n, "reward": sum(t.reward for t in rows) / n, "n": n}
 
 
-def report(workdir: str, split: str, tasks: int | None, rollouts: int | None, temperature: float | None) -> int:
-    """The command `jaxagent eval`: scores the last checkpoint of a run and prints the table as JSON."""
-    config = configs.read(Path(workdir) / "config.json")
+@dataclass(frozen=True)
+class Asked:
+    """What `jaxagent eval` is asked; None is what the run says.
+
+    Args:
+        workdir: a run, whose last checkpoint is scored, or whose world an endpoint plays.
+        config: FILE[:ARG] instead of a run, for an endpoint.
+        to: a folder for the episodes; default: `evals` in the workdir.
+    """
+
+    workdir: str = ""
+    config: str = ""
+    split: str = "test"
+    tasks: int | None = None
+    rollouts: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    max_tokens: int | None = None
+    to: str = ""
+
+    def read(self, overrides: Sequence[str] = ()) -> ConfigDict:
+        if self.config:
+            config, notes = configs.load(self.config, overrides)
+            print(*notes, sep="\n", end="\n" * bool(notes), file=sys.stderr)
+            return config
+        return configs.read(Path(self.workdir) / "config.json")
+
+    def sampling(self, config: ConfigDict) -> Sampling:
+        """How an evaluation samples: by the run's `evaluate`, never by what its training draws with, and by the flags."""
+        chosen = {"temperature": config.evaluate.temperature}
+        chosen |= {name: value for name in ("temperature", "top_p", "max_tokens") if (value := getattr(self, name)) is not None}
+        return Sampling(**{**config.sampling, **chosen})
+
+
+def report(asked: Asked, endpoint: EndpointOptions | None = None, overrides: Sequence[str] = (), concurrency: int = 8) -> int:
+    """The command `jaxagent eval`: scores the last checkpoint of a run, or an endpoint, and prints the table as JSON.
+
+    Every episode that ends is kept, and the same command goes on with those after it was stopped. What another world, policy or
+    setting played is in another folder.
+    """
+    if asked.config and not endpoint:
+        raise ValueError("--config says a world and no policy: give --endpoint and --model too, or --workdir")
+    config = asked.read(overrides)
+    sampling, c = asked.sampling(config), config.evaluate
+    size = {"split": asked.split, "tasks": asked.tasks or c.final_tasks, "rollouts": asked.rollouts or c.rollouts}
+    made = _foreign(config, endpoint, sampling, concurrency) if endpoint else _own(config, Path(asked.workdir))
+    with made as (rollouts, world, policy):
+        said = {"policy": policy, **size, "seed": config.seed, "sampling": asdict(sampling)}
+        place = {name: config[name].to_dict() for name in ("env", "agent", "chat")}
+        home = Path(asked.to or Path(asked.workdir) / "evals") if asked.to or asked.workdir else None
+        table, rows = _kept(rollouts, world, sampling, said, home and _folder(home, {**said, **place}))
+    player = rollouts.agent
+    if isinstance(player, Endpoint) and player.fault:
+        raise ValueError(f"--endpoint={player.fault}")
+    if table["broken"]:
+        faults = Counter(row.error for row in rows if not row.stop.counts)
+        print(
+            f"{table['broken']} episodes broke and count nowhere, most of them: {faults.most_common(1)[0][0]}", file=sys.stderr
+        )
+    print(json.dumps(table, indent=2))
+    return 0
+
+
+def _folder(home: Path, settings: dict[str, Any]) -> Path:
+    """The folder of an evaluation, named by all that it depends on; what that is stands in it."""
+    text = json.dumps(settings, sort_keys=True, indent=2) + "\n"
+    folder = home / f"{settings['split']}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "settings.json").write_text(text)
+    return folder
+
+
+def _kept(
+    rollouts: Rollouts, world: World, sampling: Sampling, said: dict[str, Any], folder: Path | None
+) -> tuple[dict[str, Any], list[Trajectory]]:
+    """The table and the episodes. Those that are in the folder are taken from it, the others are put there as they end."""
+    split, k = said["split"], said["rollouts"]
+    journal = Journal(folder / "journal", redraw=False, keep_broken=False) if folder else None
+    try:
+        if journal and (known := journal.begin(0)[0]):
+            print(f"{known} episodes are there already, in {folder}", file=sys.stderr)
+        named = tasks_of(world, split, said["tasks"])
+        futures = rollouts.play(named, k, sampling, journal=journal)
+        groups = [Group.of(name, wait(members)) for (name, _), members in zip(named, futures, strict=True)]
+        if journal and journal.fault:
+            raise ValueError(f"{folder}: {journal.fault.strerror or journal.fault}")
+    finally:
+        if journal:
+            journal.close()
+    rows = [row for group in groups for row in group.rows]
+    table = {**summarise([group.trajectories for group in groups], k), "settings": said}
+    if folder:
+        Store(folder).write("episodes", rows)
+        (folder / "table.json").write_text(json.dumps(table, indent=2) + "\n")
+    return table, rows
+
+
+@contextmanager
+def _own(config: ConfigDict, workdir: Path) -> Iterator[tuple[Rollouts, World, dict[str, Any]]]:
+    """The policy of a run, and what it is called: weights of the same name are the same."""
     use_devices(config)
     parts = build(config, with_critic=False)
     try:
-        restore_weights(parts, Path(workdir), config.checkpoint.keep)
-        c = config.evaluate
-        chosen = c.temperature if temperature is None else temperature
-        sampling = Sampling(**{**config.sampling, "temperature": chosen})
-        n, k = tasks or c.final_tasks, rollouts or c.rollouts
-        table, _ = evaluate(parts.rollouts, parts.world, sampling, split=split, tasks=n, k=k)
+        step = restore_weights(parts, workdir, config.checkpoint.keep)
+        yield parts.rollouts, parts.world, {"step": step, "weights": int(jax.jit(digest)(parts.learner.params))}
     finally:
         parts.close()
-    print(json.dumps(table, indent=2))
-    return 0
+
+
+@contextmanager
+def _foreign(
+    config: ConfigDict, options: EndpointOptions, sampling: Sampling, concurrency: int
+) -> Iterator[tuple[Rollouts, World, dict[str, Any]]]:
+    """A model behind an endpoint in the config's world. Raises ValueError for what it cannot be asked or cannot play."""
+    plain = Sampling(temperature=sampling.temperature, top_p=sampling.top_p, max_tokens=sampling.max_tokens)
+    if other := [name for name, value in asdict(sampling).items() if value != asdict(plain)[name]]:
+        raise ValueError(f"sampling.{other[0]} is no field of chat completions: leave it, or say it in --fields")
+    world = envs.find(config.env.name)(**config.env.options)
+    if getattr(world, "runs_program", False):
+        raise ValueError("the program of this world asks its door itself: point it to the endpoint, and score it by itself")
+    sandbox = Sandbox(config.sandbox, world, None)
+    try:
+        player = Endpoint(world.tools, Limits(**config.agent), options)
+        how = RolloutOptions(**{**config.rollout, "concurrency": concurrency})
+        rollouts = Rollouts(world, player, sandbox.client, config.seed, how)
+        try:
+            yield rollouts, world, {"endpoint": options.url, "model": options.model, "fields": dict(options.fields)}
+        finally:
+            rollouts.close()
+    finally:
+        sandbox.close()
+        envs.end(world)
 
 
 def pass_at(n: int, wins: int, k: int) -> float:
@@ -110,14 +266,13 @@ def pass_at(n: int, wins: int, k: int) -> float:
     return 1.0 - math.comb(n - wins, k) / math.comb(n, k)
 
 
-def pass_at_k(played: list[int], wins: list[int], k: int) -> float:
-    """The mean of pass@k over the tasks that have k episodes; a task that lost some to the infrastructure has no say."""
-    each = [pass_at(n, w, k) for n, w in zip(played, wins, strict=True) if n >= k]
-    return sum(each) / len(each) if each else math.nan
+def pass_hat(n: int, wins: int, k: int) -> float:
+    """Unbiased pass^k: that all of k episodes succeed, C(wins, k) / C(n, k) (Yao et al. 2024, section 4)."""
+    return math.comb(wins, k) / math.comb(n, k)
 
 
-def wilson(wins: int, n: int, z: float = 1.96) -> tuple[float, float]:
-    """The Wilson interval of a share."""
+def wilson(wins: float, n: int, z: float = 1.96) -> tuple[float, float]:
+    """The Wilson interval of a share; of a mean of n shares too, then too wide rather than too narrow."""
     if not n:
         return (0.0, 1.0)
     p = wins / n

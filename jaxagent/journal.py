@@ -10,7 +10,8 @@ A line is the CRC-32 of what follows, in hex, and a JSON object; one that is tor
 file for every stretch between two saves, and it is kept as long as a checkpoint that a run may go on from needs what is in it.
 Every host writes files of its own and reads those of all: a run may go on with more or fewer of them.
 
-Kept are the rollouts of training groups. Continuations of their turns, what a search plays, and evaluations are played anew.
+Kept are the rollouts of training groups. Continuations of their turns, what a search plays, and evaluations in training are
+played anew; `jaxagent eval` has a journal of its own, of whole episodes that count.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class Diverged(Exception):
 class Journal:
     """The turns and episodes of a run's training groups. Groups are numbered in the order in which they are trained on."""
 
-    def __init__(self, folder: Path, *, redraw: bool, own: str = "", topology: str = ""):
+    def __init__(self, folder: Path, *, redraw: bool, own: str = "", topology: str = "", keep_broken: bool = True):
         """Args:
         folder: of all hosts' files.
         redraw: turns that are known are sampled again and compared, since every bit of them is fixed by their key and the
@@ -45,7 +46,9 @@ class Journal:
             were sampled in another topology.
         own: the folder in it that this host writes to.
         topology: names what may round otherwise than another does: the number of hosts and their devices.
+        keep_broken: episodes that the infrastructure broke count as finished, so that a step is trained on what it was.
         """
+        self.keep_broken = keep_broken
         self.folder, self.own, self.redraw, self.topology = folder, folder / own, redraw, topology
         self.fault: OSError | None = None  # why nothing can be written any more
         self._episodes: dict[tuple[str, int], list[Trajectory]] = {}
@@ -127,6 +130,8 @@ class Journal:
     def episode(self, group: str, rollout: int, task: Mapping[str, Any]) -> list[Trajectory]:
         """The rows of an episode that was finished before the run was stopped; none where its task is another now."""
         rows = self._episodes.pop((group, rollout), [])
+        if rows and not (self.keep_broken or rows[0].stop.counts):
+            return []
         return rows if rows and (rows[0].task, rows[0].seed) == (task["id"], task["seed"]) else []
 
     def finish(self, rows: list[Trajectory]) -> None:

@@ -39,14 +39,15 @@ class Programs:
         server, token, first = await self._serving(), secrets.token_hex(24), rows[0]
         name = f"{first.group}#{first.rollout}.{first.attempts}"
         rules = Rules(self.limits.max_tokens, sampling, self.limits.max_turns, blind=isinstance(env, Ablated))
-        session, record = Session(name, self.slots, rules, key), Record(self.slots, rows)
+        session, record = Session(name, self.slots, rules, key, first.group), Record(self.slots, rows)
         session.heard = record.heard
         server.sessions[token] = session
         first.waiting = "program"
         try:
             outcome = await episode.run(task, Door(self._url, token))
-        except ProgramFailed:
-            if not session.exhausted:  # a program whose calls were refused may well fail, by no fault of its own
+        except Exception:
+            # A program whose calls were refused may well fail, each client in its own way: that is the policy's budget.
+            if not session.exhausted:
                 raise
             outcome = Outcome(0.0, f"the program ended when it had no more {session.exhausted}")
         finally:

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from aiohttp import web
 
@@ -173,8 +174,7 @@ class Server:
                     return await self._stream(dialect, request, session, ask, shape)
                 answers = await session.complete(ask)
                 self._keep(session, ask, answers, shape)
-                headers = {"X-Retokenised": "true"} if answers[0].retokenised else None
-                return web.json_response(shape.whole(answers), headers=headers)
+                return web.json_response(shape.whole(answers), headers=_notes(answers[0]))
         finally:
             self._busy -= 1
 
@@ -220,6 +220,12 @@ class Server:
             session.responses[str(shape.head["id"])] = (*ask.messages[ask.own :], answers[0].message)
             while len(session.responses) > RESPONSES:
                 del session.responses[next(iter(session.responses))]
+
+
+def _notes(answer: Answer) -> dict[str, str]:
+    """What no dialect has a field for: that turns were encoded anew, and what was wrong with a turn that could not be read."""
+    unread = {"X-Unread": quote(answer.message.error[:500])} if answer.message.error else {}
+    return {"X-Retokenised": "true", **unread} if answer.retokenised else unread
 
 
 def _ended_from_outside(fault: BaseException) -> bool:

@@ -6,6 +6,7 @@ import itertools
 import math
 import statistics
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 from scripted import ScriptedSampler
@@ -13,11 +14,13 @@ from toys import Parity
 
 from jaxagent.agent import Agent, Limits
 from jaxagent.chat.plain import PlainTemplate
-from jaxagent.evaluate import evaluate, normal, pass_at, pass_at_k, summarise, wilson
+from jaxagent.config import load
+from jaxagent.evaluate import Asked, evaluate, normal, pass_at, pass_hat, summarise, wilson
 from jaxagent.rollout import RolloutOptions, Rollouts
 from jaxagent.types import Message, SampleRequest, Sampling, StopReason, Trajectory, Turn
 
 PLAIN = PlainTemplate()
+QUICKSTART = Path(__file__).parents[1] / "configs" / "quickstart.py"
 BROKEN = StopReason.INFRA_FAILURE
 
 
@@ -73,10 +76,26 @@ def test_pass_at_k_is_the_share_of_draws_of_k_that_hold_a_win(n: int) -> None:
         assert pass_at(n, wins, k) == pytest.approx(statistics.mean(any(draw) for draw in draws))
 
 
+@pytest.mark.parametrize("n", range(1, 7))
+def test_pass_hat_k_is_the_share_of_draws_of_k_that_are_all_wins(n: int) -> None:
+    for wins, k in itertools.product(range(n + 1), range(1, n + 1)):
+        draws = list(itertools.combinations([1] * wins + [0] * (n - wins), k))
+        assert pass_hat(n, wins, k) == pytest.approx(statistics.mean(all(draw) for draw in draws))
+
+
 def test_a_task_that_lost_episodes_to_the_infrastructure_has_no_say_in_pass_at_k() -> None:
-    assert pass_at_k([2, 1], [2, 1], 2) == 1.0
-    assert pass_at_k([2, 2], [2, 0], 2) == 0.5
-    assert math.isnan(pass_at_k([1, 1], [1, 0], 2))
+    lost = [row(1.0), row(0.0, BROKEN)]
+    assert summarise([[row(1.0), row(1.0)], lost], k=2)["pass_at_k"] == {"1": 1.0, "2": 1.0}
+    halves = summarise([[row(1.0), row(1.0)], [row(1.0), row(0.0)], lost], k=2)
+    assert (halves["pass_at_k"]["2"], halves["pass_hat_k"]) == (1.0, {"1": pytest.approx(2.5 / 3), "2": 0.5})
+    assert halves["ci95_hat_k"]["2"] == list(wilson(1, 2))
+    assert math.isnan(summarise([lost], k=2)["pass_at_k"]["2"])
+
+
+def test_powers_of_two_lead_up_to_k() -> None:
+    table = summarise([[row(1.0)] * 3 + [row(0.0)] * 3], k=6)
+    assert list(table["pass_at_k"]) == ["1", "2", "4", "6"] == list(table["ci95_at_k"])
+    assert table["pass_hat_k"]["2"] == pytest.approx(3 / 15) and table["pass_hat_k"]["4"] == 0.0
 
 
 # ====================================================================== the table
@@ -93,7 +112,12 @@ def test_the_table_of_one_episode_per_task() -> None:
         "reward": 0.625,
         "turns": 2.0,
         "pass_at_k": {"1": 0.5},
+        "ci95_at_k": {"1": list(wilson(2, 4))},
+        "pass_hat_k": {"1": 0.5},
+        "ci95_hat_k": {"1": list(wilson(2, 4))},
         "by_difficulty": {"easy": 1.0, "hard": 0.0},
+        "ci95_by_difficulty": {"easy": list(wilson(2, 2)), "hard": list(wilson(0, 2))},
+        "solved_by_turn": {"1": 0.25, "3": 0.5},
         "broken": 0,
     }
 
@@ -162,3 +186,10 @@ def test_several_roles_are_told_apart() -> None:
         "first": {"success": 1.0, "reward": 1.0, "n": 2},
         "second": {"success": 0.5, "reward": 0.5, "n": 2},
     }
+
+
+def test_an_evaluation_samples_by_its_own_settings_and_the_table_says_which() -> None:
+    config = load(str(QUICKSTART), ["sampling.temperature=1.3", "evaluate.temperature=0.5"])[0]
+    assert Asked().sampling(config).temperature == 0.5
+    asked = Asked(temperature=0.0, top_p=0.9, max_tokens=3).sampling(config)
+    assert (asked.temperature, asked.top_p, asked.max_tokens) == (0.0, 0.9, 3)

@@ -156,7 +156,8 @@ def test_draws_do_not_depend_on_the_order_of_calls_side_by_side() -> None:
     assert len({key for _, key in keys("aba")}) == 3  # the same question again is drawn anew
 
 
-def test_a_program_that_asks_too_much_is_refused_and_what_it_had_counts() -> None:
+@pytest.mark.parametrize("fault", [ProgramFailed("no more calls"), PermissionError("as clients have it")])
+def test_a_program_that_asks_too_much_is_refused_and_what_it_had_counts(fault: Exception) -> None:
     def endless(task: Any, url: str, key: str) -> float:
         while True:
             ask(url, key, [user("again")])
@@ -166,7 +167,7 @@ def test_a_program_that_asks_too_much_is_refused_and_what_it_had_counts() -> Non
             return endless(task, url, key)
         except urllib.error.HTTPError as error:
             assert json.load(error)["error"]["code"] == "budget"
-            raise ProgramFailed("no more calls") from None
+            raise fault from None
 
     rows = play(world_of(stubborn), words(*[Message("assistant", "x")] * 9), max_turns=2)
     assert {row.stop for row in rows} == {StopReason.MAX_TURNS}
@@ -176,13 +177,16 @@ def test_a_program_that_asks_too_much_is_refused_and_what_it_had_counts() -> Non
 def test_training_samples_as_the_run_says_and_holds_nothing_to_a_form() -> None:
     def wishful(task: Any, url: str, key: str) -> float:
         ask(url, key, [user("q")], temperature=0.1, top_p=0.5, max_tokens=7, stop=["zz"])
+        said = ask(url, key, [user("q")], tool_choice="required")
+        assert said["content"] == "x" and "tool_calls" not in said  # a call is wished for, and not forced
         with pytest.raises(urllib.error.HTTPError, match="400"):
-            ask(url, key, [user("q")], tool_choice="required")
+            ask(url, key, [user("q")], response_format={"type": "json_schema", "json_schema": {"name": "f", "schema": {}}})
         return 0.0
 
-    sampler = words(Message("assistant", "x"))
+    sampler = words(*[Message("assistant", "x")] * 2)
     play(world_of(wishful), sampler)
     assert sampler.requests[0].sampling == Sampling(max_tokens=7, stop_strings=("zz",))
+    assert sampler.requests[1].sampling == Sampling(max_tokens=30)
 
 
 def test_what_tools_say_is_hidden_from_an_ablated_policy() -> None:

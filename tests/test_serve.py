@@ -7,6 +7,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import aiohttp
 import pytest
@@ -84,6 +85,16 @@ def test_a_turn_that_was_not_sampled_here_is_encoded_and_the_answer_says_so() ->
     assert asked(CHATML, sampler, work) == "true"
     told = [Message("user", "a"), Message("assistant", "not mine"), Message("user", "b")]
     assert list(sampler.requests[0].tokens) == CHATML.prompt(told, ())
+
+
+def test_a_turn_that_cannot_be_read_is_a_text_and_a_header_says_why() -> None:
+    async def work(client: Client) -> tuple[str, str | None]:
+        found = await client.chat(user("q"), tools=[LOOK_OPENAI])
+        header = unquote(client.headers["X-Unread"])
+        return found["choices"][0]["message"]["content"], header
+
+    text, header = asked(CHATML, script(CHATML, [*CHATML.raw("<tool_call>{oops</tool_call>"), CHATML.stop[0]]), work)
+    assert "oops" in text and header
 
 
 def test_a_conversation_that_turns_back_begins_a_row_from_the_recorded_ids() -> None:

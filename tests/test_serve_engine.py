@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -11,8 +12,10 @@ import tiny
 from asking import Client, asked, user
 
 from jaxagent.chat.plain import PlainTemplate
-from jaxagent.door.session import Rules
+from jaxagent.door.ask import Ask
+from jaxagent.door.session import Rules, Session, Slots
 from jaxagent.engine.engine import Engine, EngineOptions
+from jaxagent.types import Message, Sampling
 
 TEMPLATE = PlainTemplate()
 OPTIONS = EngineOptions(
@@ -81,3 +84,22 @@ def test_an_answer_keeps_to_its_schema(engine: Engine) -> None:
         assert found["choices"][0]["finish_reason"] == "stop"
 
     serve(engine, work)
+
+
+def test_equal_prompts_of_a_group_are_prefilled_once_and_sampled_alike(engine: Engine) -> None:
+    """Sessions of one group, as the programs of a training group have them."""
+    ask = Ask((Message("user", "a question of some length, so that it is copied"),), sampling=Sampling(max_tokens=5))
+
+    async def sampled(group: str) -> tuple[list[list[int]], int]:
+        slots, found = Slots(TEMPLATE, engine, 2), list[list[int]]()
+        engine.take_stats()
+        sessions = [Session(f"{group}#{i}", slots, Rules(OPTIONS.slot_tokens), (1, i), group) for i in range(2)]
+        for session in sessions:
+            found.append((await session.complete(ask))[0].tokens)
+        for session in sessions:
+            session.close()
+        return found, engine.take_stats().prefilled
+
+    (alone, cost), (together, less) = asyncio.run(sampled("")), asyncio.run(sampled("g"))
+    assert together == alone and alone[0] != alone[1]
+    assert less == cost - (len(TEMPLATE.prompt(ask.messages, ())) - 1)

@@ -119,9 +119,13 @@ class Session:
     `heard(row, before, sample, told)` is called for each: the row had `before` tokens, and the dialogue is now `told`.
     """
 
-    def __init__(self, name: str, slots: Slots, rules: Rules, key: tuple[int, int] | None = None):
-        """Args: key: fixes the draws of all calls; without one, a call's seed does, or chance."""
+    def __init__(self, name: str, slots: Slots, rules: Rules, key: tuple[int, int] | None = None, group: str = ""):
+        """Args:
+        key: fixes the draws of all calls; without one, a call's seed does, or chance.
+        group: of sessions whose equal prompts are prefilled once, while one that began with it holds it.
+        """
         self.name, self.template, self.slots, self.rules, self.key = name, slots.template, slots, rules, key
+        self.group = group
         self.heard: Callable[[Row, int, Sample, tuple[Message, ...]], None] | None = None
         self.calls = 0
         self.responses: dict[str, tuple[Message, ...]] = {}  # dialogues by the id of an answer, for `previous_response_id`
@@ -225,8 +229,8 @@ class Session:
         most = min(room, asked.max_tokens if asked.max_tokens != UNSAID else room)
         if fixed is None:
             return replace(asked, max_tokens=most, constraint=self._constraint(ask))
-        if ask.schema or ask.choice not in ("auto", "none"):
-            raise Refused("a policy in training is not held to a form: leave out response_format and a required tool_choice")
+        if ask.schema:
+            raise Refused("a policy in training is not held to a form: leave out response_format", param="response_format")
         return replace(fixed, max_tokens=min(most, fixed.max_tokens), stop_strings=asked.stop_strings)
 
     def _constraint(self, ask: Ask) -> Constraint | None:
@@ -250,6 +254,8 @@ class Session:
         visible = Visible(self.template, ask, self.slots.marks, prompt.ids) if hear else None
         told = partial(_tell, visible, hear, index) if visible and hear else None
         key = row.key if self.key is not None else _drawn(ask.seed, index)
+        if self.group:  # by what it begins with: a prompt of another sort must not stand where its own is looked for
+            group = f"{self.group}+{_digest(prompt.ids).hex()}"
         request = SampleRequest(
             row.name, tuple(prompt.ids[cached:]), cached, key, self.template.stop, sampling, "" if cached else group, told
         )
@@ -291,7 +297,7 @@ class Session:
 
     def _key_of(self, ids: list[int]) -> tuple[int, int]:
         """A row's own key, from what it begins with: the order in which calls arrive side by side changes no draw."""
-        first = hashlib.blake2b(array("q", ids).tobytes(), digest_size=8).digest()
+        first = _digest(ids)
         times = self._begun[first] = self._begun.get(first, -1) + 1
         return sampling_key(0, f"{self.key}/{first.hex()}", times)
 
@@ -309,6 +315,10 @@ class Session:
 def _tell(visible: Visible, hear: Callable[[int, str], None], index: int, tokens: list[int]) -> None:
     if new := visible.more(tokens):
         hear(index, new)
+
+
+def _digest(ids: Sequence[int]) -> bytes:
+    return hashlib.blake2b(array("q", ids).tobytes(), digest_size=8).digest()
 
 
 def _drawn(seed: int | None, index: int) -> tuple[int, int]:

@@ -65,7 +65,7 @@ class ProgramWorld:
     """The world. Its tasks and demonstrations are those of another one.
 
     Options: `command`, or `function` as module:name or file.py:name; `verifier` likewise; `world` and `inner`, the world whose
-    tasks are played and its options.
+    tasks are played and its options, as in `env.name`, or file.py with a `make_world`.
     """
 
     functions = ""
@@ -84,7 +84,8 @@ class ProgramWorld:
         self.command = tuple(command)
         self.function = load(function, "function") if function else None
         self.verifier = load(verifier, "verifier") if verifier else None
-        self.inner = find(world)(**dict(inner or {}))
+        make = load(f"{world}:make_world", "world") if world.endswith(".py") else find(world)
+        self.inner = make(**dict(inner or {}))
         self.tools = self.inner.tools
         self.sizes = {split: size_of(self.inner, split) for split in ("train", "demo", "valid", "test")}
         if hasattr(self.inner, "demonstrate"):
