@@ -1,10 +1,11 @@
 """What the engine's programs move on TPUs, by the real compiler and without a TPU: `python benchmarks/tpu_engine.py`.
 
 Compiles decode, append, fork and publish for a described topology with the true shapes of known models, over pages under the
-TPU's kernel (or with --slots over slots), and verify of drafts of 8 tokens over slots, and prints a table in Markdown. A row: bytes that the compiled program moves to and
-from a chip's memory (`compiled.moved_bytes`), for decode per token of all slots, all of them full; bytes that must be moved,
-which are the chip's share of the weights once and of the keys and values once, or what is copied, read and written; and what
-the compiler needs beside its arguments, what it changes in place and what it sends to the host. Nothing runs.
+TPU's kernel (or with --slots over slots), and verify of drafts of 8 tokens over slots; prints a table in Markdown. A row: bytes
+that the compiled program moves to and from a chip's memory (`compiled.moved_bytes`), for decode per token of all slots, all of
+them full; bytes that must be moved, which are the chip's share of the weights once and of the keys and values once, or what is
+copied, read and written; and what the compiler needs beside its arguments, what it changes in place and what it sends to the
+host. Nothing runs.
 """
 
 from __future__ import annotations

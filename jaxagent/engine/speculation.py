@@ -5,8 +5,8 @@ drawn in just this way, and the drawing goes on only where the drawn token is th
 computed, never which. That is stronger than the rejection scheme of Leviathan et al. 2023, which keeps the distribution only.
 
 What pays is reckoned anew for every call of the device, by what is left of the turns: a verification brings few tokens, and a
-turn that is brought forward by less than a call of decoding takes as many of these as before. What drafts come to is learned from
-decoding too, by going through what was decoded as if it had been verified, and what calls take is measured with all that
+turn that is brought forward by less than a call of decoding takes as many of these as before. What drafts come to is learned
+from decoding too, by going through what was decoded as if it had been verified, and what calls take is measured with all that
 the host does for them. Where nothing is gained, nothing is verified but for a hundredth of the time, to measure it again.
 """
 
@@ -82,7 +82,7 @@ class Turns:
         self._lengths.append(tokens)
 
     def left(self, rows: Sequence[Row]) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens that rows may still have to sample, [n, turns to go by], and how likely each is: those of longer turns, or all."""
+        """Tokens that rows may still have to sample, [n, turns to go by], and how likely each is: as turns no shorter had."""
         so_far, most = (np.array(x)[:, None] for x in ([len(row.tokens) for row in rows], [_left(row) for row in rows]))
         more = np.array(self._lengths or [0]) - so_far
         longer = more > 0
@@ -112,7 +112,9 @@ class Speculation:
         self.draft_tokens, self._decode_tokens, self._widths = draft_tokens, decode_tokens, widths
         self._remembered, self._clock = remembered, clock
         self._groups: dict[str, Drafts] = {}  # the longest unused first
-        self._matches = [Share(0.5, 1.0) for _ in range(LONGEST + 1)]  # tokens that came true, of those up to the first that did not
+        self._matches = [
+            Share(0.5, 1.0) for _ in range(LONGEST + 1)
+        ]  # tokens that came true, of those up to the first that did not
         self._all, self._turns, self._replayed = Share(0.0, 1.0), Turns(), 0
         self.costs = Costs()
 
