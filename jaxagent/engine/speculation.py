@@ -112,9 +112,8 @@ class Speculation:
         self.draft_tokens, self._decode_tokens, self._widths = draft_tokens, decode_tokens, widths
         self._remembered, self._clock = remembered, clock
         self._groups: dict[str, Drafts] = {}  # the longest unused first
-        self._matches = [
-            Share(0.5, 1.0) for _ in range(LONGEST + 1)
-        ]  # tokens that came true, of those up to the first that did not
+        # By the length of the match: tokens that came true, of those up to the first that did not.
+        self._matches = [Share(0.5, 1.0) for _ in range(LONGEST + 1)]
         self._all, self._turns, self._replayed = Share(0.0, 1.0), Turns(), 0
         self.costs = Costs()
 
