@@ -26,7 +26,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from jaxagent.parts import keep_freed_memory
+from jaxagent.heap import keep_freed_memory
 
 SHAPES: dict[str, dict[str, int]] = {
     "small": {"vocab_size": 4096, "width": 256, "layers": 4, "heads": 4, "kv_heads": 2, "head_width": 64, "ffn_width": 768},

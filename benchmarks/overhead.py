@@ -4,8 +4,8 @@ All slots sample for many calls and nobody stops, arrives or leaves. "alone" is 
 nothing between, two calls deep; the engine adds its bookkeeping, either between two calls ("in turns") or while the next one
 runs ("overlapped"). Overhead is 1 - alone / engine, of wall seconds a call: the share of the time in which the device waits.
 On a CPU the device is the first core given to this process and the host the second, so that they disturb each other as little
-as an accelerator and its host. The ways are taken in turns in one process, the best of the repeats. `--decode-tokens 1` makes
-of model small a program of about 10 ms.
+as an accelerator and its host. The ways are taken in turns in one process by one engine, the best of the repeats. One token a
+call makes of model small a program of about 10 ms.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from decode import SHAPES
 
-from jaxagent.parts import keep_freed_memory
+from jaxagent.heap import keep_freed_memory
 
 
 def main() -> None:
@@ -32,15 +32,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", choices=SHAPES, default="small")
     parser.add_argument("--rows", type=int, default=32)
-    parser.add_argument("--calls", type=int, default=40)
+    parser.add_argument("--calls", type=int, nargs="+", default=[60, 12], help="for each of --decode-tokens")
     parser.add_argument("--decode-tokens", type=int, nargs="+", default=[1, 16])
     parser.add_argument("--exact", action="store_true")
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=4)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     keep_freed_memory()
     part_device_and_host()
-    found = {f"{tokens} tokens a call": measured(options, tokens) for tokens in options.decode_tokens}
+    sizes = zip(options.decode_tokens, options.calls, strict=True)
+    found = {f"{tokens} tokens a call": measured(options, tokens, calls) for tokens, calls in sizes}
     if options.json:
         print(json.dumps({"options": vars(options), "calls": found}))
         return
@@ -62,30 +63,32 @@ def part_device_and_host() -> None:
         os.sched_setaffinity(0, cores[1:2] if on_cpu else cores)
 
 
-def measured(options: argparse.Namespace, tokens: int) -> dict[str, float]:
+def measured(options: argparse.Namespace, tokens: int, calls: int) -> dict[str, float]:
     """Wall ms a call of the program alone and of the engine in both ways, overheads, and CPU time of the engine's thread."""
     import jax
     from flax import nnx
 
     from jaxagent.engine.engine import Engine, EngineOptions
+    from jaxagent.engine.flight import Pace
     from jaxagent.models.transformer import Decoder, DecoderConfig, params_of
     from jaxagent.sharding import DeviceMesh
 
     config = DecoderConfig(**SHAPES[options.model])
-    prompt, steps = 16, options.calls * tokens
+    prompt, steps = 16, calls * tokens
     length = -(-(prompt + steps) // 64) * 64
     shape: dict[str, Any] = {"slots": options.rows, "slot_tokens": length, "chunk": length, "decode_tokens": tokens}
-    weights = jax.jit(lambda: params_of(Decoder(config, nnx.Rngs(0)))[1])()
-    engines = {}
-    for overlap in (False, True):
-        chosen = EngineOptions(**shape, append_tokens=(prompt,), exact=options.exact, overlap=overlap)
-        engine = engines[overlap] = Engine(config, chosen, DeviceMesh.build(1))
-        engine.publish(weights, version=0)
-        engine.warm_up().result()
+    engine = Engine(config, EngineOptions(**shape, append_tokens=(prompt,), exact=options.exact), DeviceMesh.build(1))
+    engine.publish(jax.jit(lambda: params_of(Decoder(config, nnx.Rngs(0)))[1])(), version=0)
+    engine.warm_up().result()
+
+    def sampled(overlap: bool) -> tuple[float, float]:
+        engine.run(lambda: setattr(engine, "_pace", Pace(overlap)))
+        return steady(engine, calls, prompt, config.vocab_size)
+
     ways: dict[str, Callable[[], tuple[float, float]]] = {
-        "alone": lambda: alone(engines[False], options.calls),
-        "in turns": lambda: steady(engines[False], options.calls, prompt, config.vocab_size),
-        "overlapped": lambda: steady(engines[True], options.calls, prompt, config.vocab_size),
+        "alone": lambda: alone(engine, calls),
+        "in turns": lambda: sampled(overlap=False),
+        "overlapped": lambda: sampled(overlap=True),
     }
     best = dict.fromkeys(ways, (float("inf"), float("inf")))
     for repeat in range(options.repeats + 1):
@@ -93,8 +96,7 @@ def measured(options: argparse.Namespace, tokens: int) -> dict[str, float]:
             found = way()
             if repeat:
                 best[name] = min(best[name][0], found[0]), min(best[name][1], found[1])
-    for engine in engines.values():
-        engine.close()
+    engine.close()
     ms = {f"{name}, ms": wall * 1e3 for name, (wall, _) in best.items()}
     host = {f"host's CPU ms, {name}": best[name][1] * 1e3 for name in ("in turns", "overlapped")}
     return {**ms, **{f"overhead {name}": 1 - best["alone"][0] / best[name][0] for name in ("in turns", "overlapped")}, **host}

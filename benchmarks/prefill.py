@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from decode import SHAPES, best_of
 
-from jaxagent.parts import keep_freed_memory
+from jaxagent.heap import keep_freed_memory
 
 
 def main() -> None:

@@ -37,8 +37,8 @@ from jaxagent.agent import Agent, Limits
 from jaxagent.chat.plain import PlainTemplate
 from jaxagent.engine.engine import Engine, EngineOptions
 from jaxagent.engine.memory import copied_length
+from jaxagent.heap import keep_freed_memory
 from jaxagent.models.transformer import Decoder, DecoderConfig, params_of
-from jaxagent.parts import keep_freed_memory
 from jaxagent.rollout import RolloutOptions, Rollouts, wait
 from jaxagent.sharding import DeviceMesh
 from jaxagent.types import SampleRequest, Sampling, sampling_key

@@ -16,7 +16,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from jaxagent.parts import keep_freed_memory
+from jaxagent.heap import keep_freed_memory
 
 
 def main() -> None:

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from decode import SHAPES
 
-from jaxagent.parts import keep_freed_memory
+from jaxagent.heap import keep_freed_memory
 
 MODES = ("without", "drafts", "forced")
 
@@ -65,7 +65,7 @@ def main() -> None:
         differ = sum(a != b for a, b in zip(said["without"], said["forced"], strict=True))
         print(f"| {' | '.join(cells)} | {differ} of {len(said['without'])} |", flush=True)
     for width in engine.widths:
-        decode, verify = measured.least(False, width), measured.least(True, width)
+        decode, verify = measured.known(False, width), measured.known(True, width)
         if decode and verify:
             print(f"\n{width} rows: a verification takes as long as {verify / decode * options.decode_tokens:.1f} decode steps")
     engine.close()

@@ -32,9 +32,9 @@ from jaxagent.engine.engine import Engine, EngineOptions
 from jaxagent.engine.replicas import Replicas
 from jaxagent.envs.env import ENDLESS, Step, Task
 from jaxagent.feed import Feed, FeedOptions
+from jaxagent.heap import keep_freed_memory
 from jaxagent.learner import Learner, LearnerOptions, OptimizerOptions
 from jaxagent.models.transformer import Decoder, DecoderConfig, params_of
-from jaxagent.parts import keep_freed_memory
 from jaxagent.rollout import RolloutOptions, Rollouts
 from jaxagent.sharding import DeviceMesh
 from jaxagent.types import Group, Message, Sampling

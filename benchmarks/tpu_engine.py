@@ -1,10 +1,11 @@
 """What the engine's programs move on TPUs, by the real compiler and without a TPU: `python benchmarks/tpu_engine.py`.
 
 Compiles decode, append, fork and publish for a described topology with the true shapes of known models, over pages under the
-TPU's kernel (or with --slots over slots), and prints a table in Markdown. A row: bytes that the compiled program moves to and
-from a chip's memory (`compiled.moved_bytes`), for decode per token of all slots, all of them full; bytes that must be moved,
-which are the chip's share of the weights once and of the keys and values once, or what is copied, read and written; and what
-the compiler needs beside its arguments, what it changes in place and what it sends to the host. Nothing runs.
+TPU's kernel (or with --slots over slots), and verify of drafts of 8 tokens over slots; prints a table in Markdown. A row: bytes
+that the compiled program moves to and from a chip's memory (`compiled.moved_bytes`), for decode per token of all slots, all of
+them full; bytes that must be moved, which are the chip's share of the weights once and of the keys and values once, or what is
+copied, read and written; and what the compiler needs beside its arguments, what it changes in place and what it sends to the
+host. Nothing runs.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ COLUMNS = (
     *("model", "chips", "program", "held GB", "must move MB", "moves MB", "ratio", "temporary MB", "of the cache"),
     *("in place", "to the host", "compile s"),
 )
-PROGRAMS = ("decode", "append", "fork", "publish")
+PROGRAMS = ("decode", "verify", "append", "fork", "publish")
+DRAFT_TOKENS = 8
 
 
 def main() -> None:
@@ -84,15 +86,16 @@ def rows(job: Job, layers: int, programs: list[str], slots: bool) -> Any:
         yield [*told, "none", f"{held / 1e9:.2f}: does not fit {limit / 1e9:.1f}", *[""] * (len(COLUMNS) - 4)]
         return
     for name in programs:
-        yield [*told, name, *measure(engine, config, name)]
+        drafts = DRAFT_TOKENS if name == "verify" else 0
+        yield [*told, name, *measure(shapes(config, job, slots=True, drafts=drafts) if drafts else engine, config, name)]
 
 
-def shapes(config: DecoderConfig, job: Job, slots: bool = False) -> EngineShapes:
+def shapes(config: DecoderConfig, job: Job, slots: bool = False, drafts: int = 0) -> EngineShapes:
     """An engine that holds no arrays, in bf16, with pages for all slots to be full."""
     options = EngineOptions(
         slots=job.slots, slot_tokens=job.slot_tokens, append_tokens=(256,), pages=job.slots * job.slot_tokens // 128 + 1
     )
-    options = replace(options, dtype="bfloat16", pages=0 if slots else options.pages)
+    options = replace(options, dtype="bfloat16", pages=0 if slots else options.pages, draft_tokens=drafts, exact=not drafts)
     mesh = DeviceMesh.build(devices=devices_of(f"{job.chip}:2x2")[: job.tensor], data=1, tensor=job.tensor)
     return EngineShapes(config, options, mesh, params_of(nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0))))[1])
 
@@ -108,7 +111,7 @@ def measure(engine: EngineShapes, config: DecoderConfig, name: str) -> list[str]
     moved, must = moved_bytes(text, trips=o.decode_tokens), must_move(engine, config, name)
     if name == "decode":
         moved /= o.decode_tokens
-    changed = {"publish": 0, "decode": cache + size_bytes(engine.rows)}.get(name, cache)
+    changed = {"publish": 0, **dict.fromkeys(("decode", "verify"), cache + size_bytes(engine.rows))}.get(name, cache)
     return [
         f"{(size_bytes(engine.weights) + cache) / 1e9:.2f}",
         f"{must / 1e6:.1f}",
@@ -137,7 +140,7 @@ def must_move(engine: EngineShapes, config: DecoderConfig, name: str) -> float:
     if name == "fork":
         return 2 * o.append_rows * per_token * (o.chunk if o.pages else o.slot_tokens)
     read = weights if config.tied_head else weights - size_bytes(engine.weights["embed"])  # of which a row a token is looked up
-    if name == "decode":
+    if name in ("decode", "verify"):
         return read + per_token * o.slots * o.slot_tokens
     last = engine.weights["blocks"][-1]  # of which keys and values are all that is wanted
     unused = size_bytes(

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
-import importlib.util
 import os
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -36,6 +33,7 @@ from jaxagent.engine.engine import Engine, EngineOptions
 from jaxagent.engine.replicas import Replicas
 from jaxagent.envs import env as envs
 from jaxagent.feed import FeedOptions, stream_of
+from jaxagent.heap import give_back_freed_memory, keep_freed_memory
 from jaxagent.hosts import ALONE, Hosts, check_mesh, here, is_here, meet, spread_fn
 from jaxagent.learner import Learner, LearnerOptions, OptimizerOptions, trained_of
 from jaxagent.models import peft
@@ -91,24 +89,6 @@ def faults(config: ConfigDict) -> list[str]:
     except ValueError as error:
         return [*configs.faults_of(config, builders), str(error)]
     return configs.faults_of(config, builders)
-
-
-def keep_freed_memory() -> None:
-    """Has glibc keep what is freed, where CPUs compute; call it before JAX has devices.
-
-    XLA on CPU takes the temporaries of a program anew at every call. glibc gives so large a block back to the kernel each time,
-    and touching its pages again costs a fifth of a training step (benchmarks/train_step.py).
-    """
-    accelerated = any(importlib.util.find_spec(name) for name in ("jax_cuda12_plugin", "jax_cuda13_plugin", "libtpu"))
-    if sys.platform != "linux" or (accelerated and os.environ.get("JAX_PLATFORMS") != "cpu"):
-        return
-    set_option = getattr(ctypes.CDLL(None), "mallopt", None)  # musl has none
-    for option, value in _KEEP.items() if set_option else ():
-        set_option(option, value)
-
-
-# malloc.h: one arena for all threads, since others cannot hold large blocks; no block mapped by itself; no trimming
-_KEEP = {-8: 1, -4: 0, -1: -1}
 
 
 def use_devices(config: ConfigDict) -> None:
@@ -289,6 +269,7 @@ class Parts(Learning):
             if self.critic:
                 self.critic.warm_up()
             engines.result()
+        give_back_freed_memory()
 
     def _warm_engines(self) -> None:
         for engines in self.sampling:

@@ -31,6 +31,7 @@ from jaxagent.echoes import Echoes, MetricsOptions
 from jaxagent.engine.replicas import Replicas
 from jaxagent.evaluate import evaluate
 from jaxagent.feed import Feed, FeedOptions, has_signal, stream_of
+from jaxagent.heap import give_back_freed_memory
 from jaxagent.hosts import ALONE, Hosts, here, join
 from jaxagent.journal import Journal
 from jaxagent.learner import OptimizerOptions
@@ -150,6 +151,8 @@ class Run(Course):
         if self.journal.fault:
             raise self.journal.fault
         spans, whole = self.clock.spans, {**values, **self.clock.take()}
+        if self.step & (self.step - 1) == 0:  # ever more rarely: what the first steps freed has no place for what the next need
+            give_back_freed_memory()
         self.metrics.write(self.step, whole)
         self.echoes.write(self.step, whole, spans)
         alarms = self.alarms.look(values)

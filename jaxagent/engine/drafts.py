@@ -8,13 +8,30 @@ most PLACES comparisons of LONGEST tokens. Plain Python, no JAX.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 GRAM = 2  # tokens that a place must share with the end of a trajectory
 LONGEST = 16  # tokens that are compared; longer matches count as this
 PLACES = 16  # newest places that are compared
+FADE = 0.98  # of what was counted before, with each draft that is compared
 
 Place = tuple[list[int], int, Any]  # tokens of a trajectory, where in them the gram ends, the next older place
+
+
+@dataclass
+class Share:
+    """Of what was counted lately, how much came true. What was known before fades."""
+
+    true: float
+    counted: float
+
+    def add(self, true: float, counted: float) -> None:
+        self.true, self.counted = FADE * self.true + true, FADE * self.counted + counted
+
+    @property
+    def mean(self) -> float:
+        return self.true / self.counted
 
 
 class Drafts:
@@ -24,6 +41,7 @@ class Drafts:
         self.newest: dict[tuple[int, int], Place] = {}
         self._prompt: Sequence[int] = ()  # the last one that was indexed
         self.size = 0  # places
+        self.share = Share(0.0, 0.0)  # tokens that came true, of positions where a draft was looked for
 
     def stream(self, prompt: Sequence[int]) -> Stream:
         """A trajectory that begins with a prompt, which is indexed once for all that share it."""
