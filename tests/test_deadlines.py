@@ -1,0 +1,218 @@
+"""Nothing hangs: whatever is waited for hangs, raises or is cancelled, a call's episodes are over within their declared budget.
+
+Places are found in the source (awaits.py), so that a new one is tried too. Time is virtual: a deadline costs nothing, and a busy
+machine misses none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from awaits import Faults
+from scripted import ScriptedSampler
+from toys import Stairs, climbing
+
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+
+from clocked import Clock
+
+from jaxagent import agent, journal, lengths, rollout, tools
+from jaxagent.agent import Agent, Limits
+from jaxagent.chat.plain import PlainTemplate
+from jaxagent.envs.env import Env, Step, Task
+from jaxagent.journal import Journal
+from jaxagent.rollout import RolloutOptions, Rollouts
+from jaxagent.stem import stem_of
+from jaxagent.tools import Tool, dispatch_all, tool
+from jaxagent.types import Message, SampleRequest, Sampling, StopReason, ToolCall, ToolSpec, Trajectory
+
+PLAIN = PlainTemplate()
+SAMPLING = Sampling(max_tokens=12)
+OPTIONS = RolloutOptions(concurrency=4, deadline_s=60.0, attempts=1)
+KINDS = ("hang", "raise", "cancel")
+# What is left when all else has failed: asyncio's own wait with a time limit, and what only hands on to what is tried itself.
+LAST = {
+    "rollout.Rollouts._shut: asyncio.wait(tasks, timeout=2 * LEAVE_S)",
+    "rollout.Rollouts._shut: _close(self.agent.close)",
+    "rollout.Rollouts._shut: _close(self._sandbox.close)",
+    "rollout.Rollouts._episode: self._attempts(row, task, member, how, hold)",
+    "rollout.Rollouts._continuation: self._attempts(partial(how.stem.row, number), task, member, how, hold)",
+    "rollout.Rollouts._continuation: how.origin.leave()",
+    "rollout.Rollouts._within_deadline: asyncio.wait({episode}, timeout=LEAVE_S)",
+    "rollout._Origin.leave: asyncio.wait({self._retraced}, timeout=LEAVE_S)",
+    "rollout._Origin.leave: _close(self._env.close)",
+    "rollout._close: asyncio.wait({closing}, timeout=LEAVE_S)",
+}
+
+
+# ====================================================================== worlds
+
+
+async def slow(key: str) -> str:
+    await asyncio.sleep(1.0)
+    return key
+
+
+class Errands:
+    """Each episode calls a pure tool twice at once, then another, then answers."""
+
+    functions = ""
+    kit = (
+        Tool(ToolSpec("P", "", {"properties": {"key": {"type": "string"}}}), slow, 5.0, pure=True),
+        tool(slow, 5.0),
+    )
+    tools = tuple(one.spec for one in kit)
+
+    def __init__(self) -> None:
+        self.opened = self.closed = 0
+
+    def task(self, split: str, index: int) -> Task:
+        return {"id": f"errands/{index}", "seed": index, "difficulty": ""}
+
+    def episode(self, name: str, sandbox: Any) -> Env:
+        self.opened += 1
+        return Errand(self)
+
+
+class Errand:
+    def __init__(self, world: Errands):
+        self.world = world
+
+    async def reset(self, task: Task, seed: int) -> Step:
+        await asyncio.sleep(0.1)
+        return Step([Message("user", str(seed))])
+
+    async def step(self, action: Message) -> Step:
+        if not action.calls:
+            return Step(terminated=True, answered=True, reward=1.0)
+        calls = action.calls * (2 if action.calls[0].name == "P" else 1)  # the template holds one call per turn
+        records = await dispatch_all(self.world.kit, calls)
+        return Step([Message("tool", "ok", name=calls[0].name)], tools=records)
+
+    async def close(self) -> None:
+        self.world.closed += 1
+
+
+def errand(text: str, request: SampleRequest) -> Sequence[int]:
+    name = {0: "P", 1: "slow"}.get(text.count("<result>"), "")
+    return PLAIN.turn(Message("assistant", calls=(ToolCall(name, {"key": "k"}),)) if name else Message("assistant", "done"))
+
+
+def climb(text: str, request: SampleRequest) -> Sequence[int]:
+    return PLAIN.turn(climbing("U")[0])
+
+
+class Shared:
+    """What all episodes share, and is closed with them."""
+
+    closed = False
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+@dataclass
+class Played:
+    """What came of a call: its rows, how long it took, what it left behind."""
+
+    rows: list[Trajectory]
+    seconds: float
+    budget_s: float
+    left: list[Any]
+
+
+def facts(row: Trajectory) -> tuple[Any, ...]:
+    return row.group, row.rollout, row.trunk, row.tokens, row.stop, row.reward, [r.outcome for t in row.turns for r in t.tools]
+
+
+def over(clock: Clock, futures: Sequence[Future[list[Trajectory]]]) -> list[Trajectory]:
+    clock.go_on(lambda: all(future.done() for future in futures))
+    return [row for future in futures for row in future.result(timeout=0)]
+
+
+def tried(world: Any, write: Any, kept: Path | None = None, branched: bool = False) -> Played:
+    """Three groups of two on four places; of a branched world, continuations of one of its episodes besides."""
+    clock, sampler, shared = Clock(), ScriptedSampler(PLAIN, write), Shared()
+    player = Agent(PLAIN, world.tools, sampler, Limits(max_turns=8, max_tokens=400))
+    made = Rollouts(world, player, lambda: shared, 7, OPTIONS, clock)
+    log = Journal(kept, redraw=kept.name == "redraw") if kept else None
+    if log:
+        log.begin(0)
+    tasks = [(f"train/{i}", world.task("train", i)) for i in range(3)]
+    futures = [future for group in made.play(tasks, 2, SAMPLING, journal=log) for future in group]
+    rows = over(clock, futures)
+    count = len(rows)
+    if branched and rows[0].stop.counts:
+        stem = stem_of(rows[0], 1)
+        futures = [future for n in (0, 2) for future in made.branch(stem, tasks[0][1], range(n, n + 2 - n // 2), SAMPLING)]
+        rows += over(clock, futures)
+        count += 3
+    seconds = clock.time()
+    made.close()
+    if log:
+        log.close()
+    left = [*asyncio.all_tasks(clock), *sampler.rows, *made._holds]
+    left += ["a place"] * (made._gate.free != OPTIONS.concurrency) + ["the sandbox"] * (not shared.closed)
+    return Played(rows, seconds, OPTIONS.budget_s(count), left)
+
+
+# ====================================================================== every place
+
+
+@pytest.fixture(scope="module")
+def faults() -> Iterator[tuple[Faults, list[str]]]:
+    found = Faults()
+    with found.within(rollout, agent, tools, lengths, journal) as places:
+        yield found, places
+
+
+def check(found: Played, calm: Played, place: str) -> None:
+    """At most one episode differs, and says why; unless it is what all continuations of a stem share."""
+    assert found.left == [], place
+    assert found.seconds <= found.budget_s, place
+    usual = {(row.group, row.rollout, row.trunk): facts(row) for row in calm.rows}
+    assert {(row.group, row.rollout, row.trunk) for row in found.rows} <= set(usual)
+    changed = [row for row in found.rows if facts(row) != usual[row.group, row.rollout, row.trunk]]
+    assert len(changed) <= (2 if any(row.trunk >= 0 for row in changed) else 1), [(place, row.error) for row in changed]
+    for row in changed:
+        told = [record.outcome for turn in row.turns for record in turn.tools if record.outcome != "ok"]
+        if row.stop.counts:  # a fault of the tool itself is told to the policy
+            assert told in (["timeout"], ["error"])
+            continue
+        assert row.stop is StopReason.INFRA_FAILURE
+        assert row.error.startswith(f"turn {row.trunk_turns + len(row.turns)}: ")
+        assert "; waiting for the " in row.error
+        assert "; sandbox session " in row.error or row.error.endswith(("for the place", "for the agent"))
+        if place.startswith("tools."):
+            assert ", asked for " in row.error
+
+
+def test_whatever_is_waited_for_may_fail_in_any_way_and_all_else_goes_on(
+    faults: tuple[Faults, list[str]], tmp_path: Path
+) -> None:
+    found, places = faults
+    scenes: dict[str, Callable[[], Played]] = {
+        "errands": lambda: tried(Errands(), errand),
+        "branches": lambda: tried(Stairs(forks=True), climb, branched=True),
+        "kept": lambda: tried(Errands(), errand, tmp_path / f"{len(list(tmp_path.iterdir()))}"),
+    }
+    reached: set[str] = set()
+    for name, scene in scenes.items():
+        found.arm()
+        calm = scene()
+        assert [row.error for row in calm.rows if not row.stop.counts] == calm.left == []
+        mine = sorted(set(found.seen) - reached - LAST)
+        reached |= set(found.seen)
+        for place in mine:
+            for kind in KINDS:
+                found.arm(place, kind)
+                print(kind, place, flush=True)
+                check(scene(), calm, f"{kind} at {place} in {name}")
+    print(sorted(set(places) - reached))
