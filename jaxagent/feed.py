@@ -62,9 +62,8 @@ class FeedOptions:
             if getattr(self, name) < 0:
                 raise ValueError(f"feed.{name} must be at least 0, got {getattr(self, name)}")
         if self.min_group and not 2 <= self.min_group <= self.rollouts:
-            raise ValueError(
-                f"feed.min_group must be 0, or from 2, which can be compared, to feed.rollouts={self.rollouts}; got {self.min_group}"
-            )
+            most = f"feed.rollouts={self.rollouts}"
+            raise ValueError(f"feed.min_group must be 0, or from 2, which can be compared, to {most}; got {self.min_group}")
 
 
 def stream_of(world: World, seed: int, options: FeedOptions) -> TaskStream | ValueStream:

@@ -105,7 +105,7 @@ class _Hold:
             raise asyncio.CancelledError
 
     def end(self, stop: StopReason, why: str) -> None:
-        """Ends the episode; in its loop. Of one whose rows are whole only what it still waits for, and not for a straggler's sake."""
+        """Ends the episode, in its loop; where its rows are whole, only what it still waits for, and no straggler for that."""
         if self.over and stop is StopReason.STRAGGLER:
             return
         if not self.over and self.stop is None:

@@ -1,7 +1,7 @@
 """Every place where modules wait, found in their source, and faults put there: a hang, an exception, a cancellation.
 
-The functions of a module get code in which `await x` is `await Faults.at(place, x)` and `async with x` waits by the same way; so
-no module has to know of it, and a place that is added is found.
+The functions of a module get code in which `await x` is `await Faults.at(place, x)` and `async with x` waits by the same way.
+So no module has to know of it, and a place that is added is found.
 """
 
 from __future__ import annotations
