@@ -262,14 +262,17 @@ class Rollouts:
             hold.heard.append(over)
 
     def _hurry(self, groups: Sequence[Sequence[_Hold]], wanted: list[int], least: int) -> None:
-        since = min((hold.asked_s for group in groups for hold in group), default=0.0)
+        if not any(groups):
+            return
+        since = min(hold.asked_s for hold in itertools.chain(*groups))
 
         def enough() -> None:
             grace_s = GRACE * (self._loop.time() - since)
             why = (
                 f"its group goes on with at least {least} episodes (feed.min_group): it took {grace_s:.1f} s longer than those"
             )
-            self._loop.call_later(grace_s, lambda: [hold.end(StopReason.STRAGGLER, why) for group in groups for hold in group])
+            for hold in itertools.chain(*groups):
+                self._loop.call_later(grace_s, hold.end, StopReason.STRAGGLER, why)
 
         def over(number: int) -> None:
             wanted[number] -= 1
@@ -390,8 +393,7 @@ class Rollouts:
             raise Interrupted(f"{type(error).__name__}: {error}") from error
 
     async def _played(self, rows: list[Trajectory], task: Task, member: Member, how: _How, hold: _Hold) -> None:
-        agent, first = self.agent, rows[0]
-        first.waiting = "environment"
+        agent, first, rows[0].waiting = self.agent, rows[0], "environment"
         if isinstance(agent, Agent):
             agent = agent.through(lambda sampler: Ranked(sampler, member))
         else:  # a program asks in its own name
