@@ -13,6 +13,7 @@ adds the kernel's own threads, and whatever else runs.
 import argparse
 import asyncio
 import contextlib
+import heapq
 import json
 import math
 import os
@@ -118,10 +119,27 @@ async def measure(pid: int, count: int, concurrency: int, work: Work, settle_s: 
     }
 
 
-async def paced(rate_per_s: float, count: int, work: Callable[[int], Awaitable[float]]) -> dict[str, float]:
-    """Makes `count` calls that come at random at `rate_per_s`, waiting for none. Returns their latencies.
+def queued(rate_per_s: float, cpu_s: float, cores: int, calls: int = 200_000) -> dict[str, float]:
+    """Returns the latencies of a queue M/D/c: `cores` of them, calls that come at random, each one core's for `cpu_s`.
 
-    `work` returns the seconds that the program itself took; what comes on top is `added`.
+    First come first served, nothing of a call after its answer, no cost of a switch: what a tail is to be compared with, where
+    all that a call costs lies before its answer. A call waits for the core that is free first (Kiefer and Wolfowitz 1955).
+    """
+    dice, now, latencies = random.Random(0), 0.0, []
+    free_at = [0.0] * cores
+    for _ in range(calls):
+        now += dice.expovariate(rate_per_s)
+        done = max(now, heapq.heappop(free_at)) + cpu_s
+        heapq.heappush(free_at, done)
+        latencies.append(done - now)
+    return {f"queue_{name}": value for name, value in quantiles(latencies).items()}
+
+
+async def paced(pid: int, rate_per_s: float, count: int, work: Callable[[int], Awaitable[float]]) -> dict[str, float]:
+    """Makes `count` calls that come at random at `rate_per_s`, waiting for none. Returns their latencies and their CPU.
+
+    `work` returns the seconds that the program itself took; what comes on top is `added`. `busy` is the share of the machine's
+    cores that client and server use, `queue` what a queue with that much work for each call would give.
     """
     latencies: list[float] = []
     added: list[float] = []
@@ -132,14 +150,21 @@ async def paced(rate_per_s: float, count: int, work: Callable[[int], Awaitable[f
         latencies.append(time.perf_counter() - start)
         added.append(latencies[-1] - own_s)
 
-    dice, tasks = random.Random(0), []
-    due = time.perf_counter()
+    dice, tasks, cores = random.Random(0), [], os.cpu_count() or 1
+    used, start = server_cpu_s(pid) + time.process_time(), time.perf_counter()
+    due = start
     for number in range(count):
         due += dice.expovariate(rate_per_s)
         await asyncio.sleep(max(0.0, due - time.perf_counter()))
         tasks.append(asyncio.create_task(one(number)))
     await asyncio.gather(*tasks)
+    wall_s = time.perf_counter() - start
+    await asyncio.sleep(0.2)  # what is being torn down is counted too
+    cpu_s = (server_cpu_s(pid) + time.process_time() - used) / count
     more = {f"added_{name}": value for name, value in quantiles(added).items()}
+    more |= {"cpu_ms": round(cpu_s * 1e3, 3), "busy": round(cpu_s * count / wall_s / cores, 3)}
+    if cpu_s * rate_per_s < cores:
+        more |= queued(rate_per_s, cpu_s, cores)
     return {"offered_per_s": round(rate_per_s, 1), **quantiles(latencies), **more}
 
 
@@ -220,7 +245,7 @@ async def through_pool(level: str, scale: float) -> dict[str, Any]:
     (pid,) = pool.process_ids()
     await measure(pid, 100, 2 * cores, alone)
     full = await measure(pid, int(1_000 * scale), 2 * cores, alone)
-    rows = {f"pool_{2 * cores}": full, "pool at half load": await paced(full["per_s"] / 2, int(3_000 * scale), run)}
+    rows = {f"pool_{2 * cores}": full, "pool at half load": await paced(pid, full["per_s"] / 2, int(3_000 * scale), run)}
     await pool.close()
     for name, imports in (("idle child", ()), ("idle child with numpy", ("numpy",))):
         many = Pool(level, (), uid, Limits(), 64, imports)
@@ -335,8 +360,8 @@ async def load(server: EmbeddedServer, scale: float) -> dict[str, Any]:
 
             for name, share in (("at half load", 0.5), ("at 80 % load", 0.8)):
                 # beside it the same requests with no program: what HTTP and the machine's neighbours cost by themselves
-                results[f"nothing {name}"] = await paced(most * share, int(1_000 * scale), nothing)
-                results[f"run_code {name}"] = await paced(most * share, int(3_000 * scale), timed)
+                results[f"nothing {name}"] = await paced(pid, most * share, int(1_000 * scale), nothing)
+                results[f"run_code {name}"] = await paced(pid, most * share, int(3_000 * scale), timed)
             results |= await compare(pid, client, scale)
             results |= await branches(server, scale)
             results |= await through_pool(server.level, scale)

@@ -13,6 +13,9 @@ over the time it took.
 Second table: tails. Few slots, episodes whose lengths differ from task to task; one step after the other, nothing ahead. The
 time of a step's rollouts, first come first served, over the same by `lengths.py`: with tasks that come for the first time, and
 for the second. "known" is the order by true lengths, longest first; "bound" the larger of work / slots and the longest.
+
+Third table: what it saves to go on without the last of a group (feed.min_group), at the same version of the policy, and what it
+costs: the share of episodes that are dropped, and how many turns those have that are trained on, over those of all.
 """
 
 from __future__ import annotations
@@ -163,6 +166,7 @@ class Run:
     slots: int
     max_staleness: int = 0
     through: Callable[[Sampler], Sampler] = lambda sampler: sampler
+    min_group: int = 0
     device: Device = field(default_factory=Device)
 
     def __post_init__(self) -> None:
@@ -171,7 +175,8 @@ class Run:
         agent = Agent(PlainTemplate(), (), self.through(self.engine), Limits(10**6, 10**6))
         options = RolloutOptions(concurrency=10**6, deadline_s=1e6, attempts=1)
         self.rollouts = Rollouts(self.world, agent, lambda: None, self.shape.seed, options, self.clock)
-        sizes = FeedOptions(self.shape.groups, self.shape.rollouts, max_staleness=self.max_staleness)
+        ahead = {"max_staleness": self.max_staleness, "min_group": self.min_group}
+        sizes = FeedOptions(self.shape.groups, self.shape.rollouts, **ahead)
         sampling = Sampling(max_tokens=1 << 16)
         self.feed = Feed(self.world, Counted(self.shape.tasks), self.rollouts, sampling, sizes)  # type: ignore[arg-type]
         self.training = Training(self.clock, self.engine, self.device)
@@ -317,8 +322,30 @@ TAILS = {
 }
 
 
+def without_the_last(shape: Shape, slots: int, min_group: int) -> dict[str, float]:
+    """Seconds of one step's rollouts that go on so early, what is dropped, and how long what is kept is."""
+    run = Run(shape, slots, min_group=min_group)
+    groups = run.step(0, 0, train=False)
+    seconds, rows = run.clock.time(), [row for group in groups for row in group.trajectories]
+    run.close()
+    turns = {id(row): shape.count_turns(int(row.group.rpartition("/")[2]), f"{row.group}#{row.rollout}") for row in rows}
+    kept = [row for row in rows if row.stop.counts]
+    mean, of_all = (sum(turns[id(row)] for row in of) / len(of) for of in (kept, rows))
+    least = min(sum(row.stop.counts for row in group.trajectories) for group in groups)
+    return {"s": seconds, "dropped": 1 - len(kept) / len(rows), "turns": mean / of_all, "least": float(least)}
+
+
+LATE = {
+    "tools of 2 s, sigma 1; 5 to 10 turns": Shape(turns=(5, 10)),
+    "tools of 2 s, sigma 2; 5 to 10 turns": Shape(turns=(5, 10), tool_sigma=2.0),
+    "tools of 0.2 s; rollouts of a task differ by sigma 0.7 around 6 turns": Shape(
+        turns=(6, 60), between=0.1, within=0.7, tool_s=0.2
+    ),
+}
+
+
 def main() -> None:
-    """Prints both tables in Markdown."""
+    """Prints the tables in Markdown."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--tool-s", type=float, nargs="*", default=[0.2, 2.0, 10.0], help="in the middle")
@@ -343,6 +370,16 @@ def main() -> None:
             ratios = [total["fifo"] / total[way] for way in ("long first", "known", "bound")]
             print(f"| {name} | {word} | {total['fifo'] / options.seeds:.0f} | ", end="")
             print(" | ".join(f"{ratio:.2f}" for ratio in ratios) + " |", flush=True)
+    print("\n| a step's episodes, 8 of a task; 256 slots | min_group | s | all / this | dropped | turns, kept / all |")
+    print("|---|---|" + "---:|" * 4)
+    for name, shape in LATE.items() if options.seeds else ():
+        every = 0.0
+        for min_group in (0, 7, 6, 4):
+            runs = [without_the_last(replace(shape, seed=seed), 256, min_group) for seed in range(options.seeds)]
+            mean = {key: sum(run[key] for run in runs) / len(runs) for key in runs[0]}
+            every = every or mean["s"]
+            cells = f"{mean['s']:.0f} | {every / mean['s']:.2f} | {mean['dropped']:.3f} | {mean['turns']:.3f}"
+            print(f"| {name} | {min_group or 'all'} | {cells} |", flush=True)
     print(f"\n{time.process_time() - began:.0f} CPU-s")
 
 

@@ -63,6 +63,7 @@ def get_config(arg: str = "") -> ConfigDict:
     c.feed.rollouts = 8  # trajectories of a group
     c.feed.branches = 0  # continuations of turns of a group, where its rollouts differ; for anchor_gae
     c.feed.max_rounds = 3  # of replacing groups without a signal, where the algorithm selects mixed groups
+    c.feed.min_group = 0  # 0 waits for all of a group; above, who is late where so many are over is dropped: leans to the short
     c.feed.max_staleness = 0  # most versions between sampling and training; above 0 later steps are played meanwhile
     c.feed.max_repeats = 0  # 0 takes tasks as they come; above, by value p (1 - p), each so often in a round of all
 

@@ -217,6 +217,8 @@ def _rule_faults(c: ConfigDict) -> Iterator[str]:
         yield f"sampling.temperature must be positive to explore, got {c.sampling.temperature}"
     if c.sampling.top_k or c.sampling.top_p < 1:
         yield "sampling.top_k and sampling.top_p must be off for training: the trainer's ratios are over all tokens"
+    if c.feed.min_group and c.engine.exact:
+        yield "feed.min_group must be 0 where engine.exact promises equal runs: who is late depends on time"
     yield from _algorithm_faults(c)
     if c.train.old_logprob not in ("sampler", "trainer"):
         yield f"train.old_logprob must be sampler or trainer, got {c.train.old_logprob!r}"
@@ -312,6 +314,7 @@ def _inert(c: ConfigDict) -> Iterator[tuple[str, str]]:
             bool(mode) or (row is not None and not row.anchored),
             "the algorithm knows no continuations of turns",
         ),
+        "feed.min_group": (mode == "rest_mcts", "a search waits for each of its simulations"),
         "feed.max_rounds": (row is not None and row.select != "mixed", "the algorithm keeps all groups"),
         "engine.recompute": (
             not c.feed.max_staleness,

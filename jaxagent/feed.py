@@ -38,6 +38,9 @@ class FeedOptions:
         branches: continuations of a finished group's turns, drawn where the values of their states are uncertain; a group whose
             rollouts all came to the same has none. See algos/values.py.
         max_rounds: how often groups without a signal are replaced by new ones, for algorithms that select mixed groups.
+        min_group: 0 waits for every rollout. Above, a step goes on when of every group so many are over and the others have
+            had a quarter more of the time that this took: these are dropped, which is data, and no reward. See
+            docs/concepts/failures.md for what that biases.
         max_staleness: most versions between the weights that sampled a token and those that it is trained on.
         max_repeats: 0 draws tasks in a shuffled order; above, by their value p (1 - p), each at most so often in as many draws
             as there are tasks. For worlds with a fixed number of tasks.
@@ -47,6 +50,7 @@ class FeedOptions:
     rollouts: int = 8
     branches: int = 0
     max_rounds: int = 3
+    min_group: int = 0
     max_staleness: int = 0
     max_repeats: int = 0
 
@@ -57,6 +61,9 @@ class FeedOptions:
         for name in ("max_staleness", "max_repeats", "branches"):
             if getattr(self, name) < 0:
                 raise ValueError(f"feed.{name} must be at least 0, got {getattr(self, name)}")
+        if self.min_group and not 2 <= self.min_group <= self.rollouts:
+            most = f"feed.rollouts={self.rollouts}"
+            raise ValueError(f"feed.min_group must be 0, or from 2, which can be compared, to {most}; got {self.min_group}")
 
 
 def stream_of(world: World, seed: int, options: FeedOptions) -> TaskStream | ValueStream:
@@ -225,6 +232,8 @@ class Feed:
             wanted = self.options.prompts - len(kept)
             self._admit(self.pacing.room(wanted, len(self.ahead), steps_left), len(kept))
             due = [self.ahead.popleft() for _ in range(wanted)]
+            if self.options.min_group:
+                self.rollouts.hurry([admitted.episodes for admitted in due if admitted.episodes], self.options.min_group)
             groups: dict[int, Group] = {}
             for admitted in waiting.finished(due):
                 group = groups[admitted.number] = Group.of(admitted.key, wait(admitted.episodes))

@@ -165,8 +165,8 @@ class Gate:
             insort(self._waiting, (rank(), next(self._came), rank, mine))
             try:
                 await mine
-            except asyncio.CancelledError:
-                if not mine.cancelled():  # it had got one
+            except BaseException:
+                if not mine.cancel() and not mine.cancelled():  # it had got one
                     self._pass_on()
                 raise
         try:

@@ -27,6 +27,7 @@ from jaxagent.learner import Learner, LearnerOptions
 from jaxagent.models.transformer import Decoder, DecoderConfig, params_of
 from jaxagent.objective import ProcessObjective
 from jaxagent.parts import faults, policy_shape, use_devices
+from jaxagent.rollout import RolloutOptions
 from jaxagent.sharding import AXES, DeviceMesh
 from jaxagent.topology import (
     CHIPS,
@@ -321,10 +322,9 @@ def iteration(run: Shapes, iteration_s: float) -> dict[str, Any]:
     rounds = c.feed.max_rounds if run.algorithm.select == "mixed" and not c.finetune.mode else 1  # groups that are replaced
     episodes = trained * rounds
     sampled = episodes * seats * min(c.agent.max_tokens, c.agent.max_turns * c.sampling.max_tokens)
-    if c.finetune.mode:
-        rows, steps = c.finetune.batch * (2 if c.finetune.mode == "dpo" else 1), 1
-    else:
-        rows, steps = trained * seats, c.train.minibatches
+    tuned = c.finetune.batch * (2 if c.finetune.mode == "dpo" else 1)
+    rows, steps = (tuned, 1) if c.finetune.mode else (trained * seats, c.train.minibatches)
+    played = c.feed.prompts * c.feed.rollouts * (1 + c.feed.max_staleness)
     fitting = max(1, c.learner.row_tokens // c.agent.max_tokens)
     packed = math.ceil(rows / steps / fitting)
     calls = episodes * seats * c.agent.max_turns if run.world.tools else 0
@@ -338,6 +338,7 @@ def iteration(run: Shapes, iteration_s: float) -> dict[str, Any]:
         "micro_batches": math.ceil(packed / c.learner.batch_rows) * steps,
         "optimizer_steps": steps,
         "staleness": c.feed.max_staleness,
+        "rollouts_end_within_s": RolloutOptions(**c.rollout).budget_s(played) * rounds,
         "sandbox_calls": calls,
         "sandbox_cpu_s": round(cpu_s, 3),
         "sandbox_cores": round(cpu_s / iteration_s, 2),
@@ -476,7 +477,7 @@ def lines(told: dict[str, Any]) -> list[str]:
         *(f"  {name:<18}{size(n):>14}" for name, n in told["peak_bytes"].items()),
         "",
         f"programs to compile: {p['all']}; prefill lengths {p['prefill_lengths']}, positions read {p['decode_positions']}",
-        f"an iteration at most: {work}, staleness {i['staleness']}",
+        f"an iteration at most: {work}, staleness {i['staleness']}; rollouts end within {i['rollouts_end_within_s']:g} s",
         f"sandbox at most: {i['sandbox_calls']} calls, {i['sandbox_cpu_s']:g} CPU-s beside the programs' own: "
         f"{i['sandbox_cores']:g} cores for iterations of {i['for_iterations_of_s']:g} s",
     ]

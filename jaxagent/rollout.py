@@ -2,20 +2,22 @@
 
 A failure of the infrastructure is tried again under the same key, so that nothing is resampled; if it stays, the trajectory
 says so and leaves the loss and its group's statistics. So it is with a continuation whose world did not come back.
+
+Nothing hangs. An attempt at an episode ends with its deadline, a world that does not let itself be ended is left behind, and
+what is still there when the call that asked for it has had its time (`RolloutOptions.budget_s`) is ended by `Rollouts`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import copy
 import itertools
 import secrets
 import threading
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -28,10 +30,15 @@ from jaxagent.types import Sampling, StopReason, Trajectory, sampling_key
 
 STOP_POLL_S = 0.2  # how often it is looked whether the run is to stop
 LEAVE_S = 5.0  # that a world has to end or to close when it is told to; then it is left behind
+GRACE = 0.25  # of the time until every group had enough episodes, for those that are left
 
 
 class Stopped(Exception):
     """The run is to stop while rollouts are waited for."""
+
+
+class Interrupted(Exception):
+    """A world or a sampler gave up an episode by what would have ended more than that: a cancellation, an exit."""
 
 
 class DeadlineMissed(Exception):
@@ -57,6 +64,15 @@ class RolloutOptions:
         if self.deadline_s <= 0:
             raise ValueError(f"rollout.deadline_s must be positive, got {self.deadline_s}")
 
+    def budget_s(self, episodes: int) -> float:
+        """Seconds within which so many episodes are over, whatever hangs in them.
+
+        ceil(episodes / concurrency) rounds of places, in each of which all attempts miss their deadline, do not end when they
+        are told to, and neither does their world close; and as much once more to end what then is left.
+        """
+        leaving_s = 3 * LEAVE_S
+        return -(-episodes // self.concurrency) * self.attempts * (self.deadline_s + leaving_s) + leaving_s
+
 
 @dataclass(frozen=True)
 class _How:
@@ -67,6 +83,47 @@ class _How:
     journal: Journal | None = None
     stem: Stem | None = None  # what continuations go on from
     origin: _Origin | None = None  # where their world stands, if it can be copied
+
+
+@dataclass
+class _Hold:
+    """What an episode that is played is held by: how it is ended from outside, and what is said of it then."""
+
+    asked_s: float
+    task: asyncio.Task[Any] | None = None
+    over: bool = False  # its rows are whole, though its world may still be closed
+    stop: StopReason | None = None  # it is to end, and this is said of it
+    why: str = ""
+    session: str = ""  # the name under which its world asks the sandbox
+    opened: list[Env] = field(default_factory=list)  # its world, as soon as there is one
+    heard: list[Callable[[], None]] = field(default_factory=list)  # told when it is over
+
+    def begin(self) -> None:
+        """Called in the episode's own task. Raises CancelledError where it was ended before it began."""
+        self.task = asyncio.current_task()
+        if self.stop:
+            raise asyncio.CancelledError
+
+    def end(self, stop: StopReason, why: str) -> None:
+        """Ends the episode, in its loop; where its rows are whole, only what it still waits for, and no straggler for that."""
+        if self.over and stop is StopReason.STRAGGLER:
+            return
+        if not self.over and self.stop is None:
+            self.stop, self.why = stop, why
+        if self.task:
+            self.task.cancel()
+
+    def caught(self) -> None:
+        """A cancellation was caught in the episode's task: that of `end`, or one that nobody owns up to."""
+        if self.task and self.task.cancelling():
+            self.task.uncancel()
+        if self.stop is None:
+            self.stop, self.why = StopReason.INFRA_FAILURE, "cancelled from elsewhere"
+
+    def tell(self) -> None:
+        self.over, self.task = True, None
+        for heard in self.heard:
+            heard()
 
 
 class Rollouts:
@@ -86,10 +143,11 @@ class Rollouts:
         loop: one that nobody runs yet, such as one of another clock; a new one otherwise.
         """
         self.world, self.agent, self.seed, self.options = world, agent, seed, options
-        self._nonce, self._attempts = secrets.token_hex(6), itertools.count()
+        self._nonce, self._attempts_made = secrets.token_hex(6), itertools.count()
         self._loop = loop or asyncio.new_event_loop()
         self._lengths, self._lengths_of_rests = Lengths(self._loop.time), Lengths(self._loop.time)
-        self._waves = itertools.count(1)
+        self._waves, self._closing = itertools.count(1), False
+        self._holds: dict[Future[list[Trajectory]], _Hold] = {}  # of episodes that are played, or wait for it
         self._thread = threading.Thread(target=self._loop.run_forever, name="rollouts", daemon=True)
         self._thread.start()
         self._sandbox, self._gate = self._run(self._open(sandbox)).result()
@@ -116,7 +174,10 @@ class Rollouts:
         for group, task in tasks:
             siblings = Siblings(self._lengths, task["id"], wave)
             members = [Member(siblings) for _ in range(rollouts)]
-            started.append([self._run(self._episode(group, task, i, member, how)) for i, member in enumerate(members)])
+            started.append(
+                [self._start(partial(self._episode, group, task, i, member, how)) for i, member in enumerate(members)]
+            )
+        self._supervise([future for futures in started for future in futures])
         return started
 
     def branch(self, stem: Stem, task: Task, numbers: Iterable[int], sampling: Sampling) -> list[Future[list[Trajectory]]]:
@@ -134,16 +195,29 @@ class Rollouts:
         numbers = list(numbers)
         origin = None
         if getattr(self.world, "forks", False) and len(numbers) > 1:
-            name = f"{self._nonce}.{next(self._attempts)}/{stem.group}"
+            name = f"{self._nonce}.{next(self._attempts_made)}/{stem.group}"
             origin = _Origin(lambda: self.world.episode(name, self._sandbox), len(numbers))
         # What is left of an episode from some turn on says nothing of whole ones.
         how, siblings = _How(sampling, stem=stem, origin=origin), Siblings(self._lengths_of_rests, stem.group, wave=0)
-        return [self._run(self._continuation(task, number, Member(siblings), how)) for number in numbers]
+        started = [self._start(partial(self._continuation, task, number, Member(siblings), how)) for number in numbers]
+        self._supervise(started)
+        return started
+
+    def hurry(self, groups: Sequence[Sequence[Future[list[Trajectory]]]], least: int) -> None:
+        """Once every group has `least` episodes that are over, those that are left get GRACE of the time so far, and end.
+
+        What ends so becomes a row that says so, never a reward. Who was slow depends on time, and slow are the long ones: see
+        docs/concepts/failures.md.
+        """
+        held = [[hold for future in group if (hold := self._holds.get(future))] for group in groups]
+        wanted = [max(0, least - len(group) + len(left)) for group, left in zip(groups, held, strict=True)]
+        self._loop.call_soon_threadsafe(self._hurry, held, wanted, least)
 
     def close(self) -> None:
         """Ends the loop; episodes that are still played are cancelled."""
         if self._loop.is_closed():
             return
+        self._closing = True
         self._run(self._shut()).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
@@ -151,6 +225,68 @@ class Rollouts:
 
     def _run(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def _start(self, episode: Callable[[_Hold], Coroutine[Any, Any, list[Trajectory]]]) -> Future[list[Trajectory]]:
+        hold = _Hold(self._loop.time())
+        future: Future[list[Trajectory]] = self._run(episode(hold))
+        self._holds[future] = hold
+        future.add_done_callback(self._forget)
+        return future
+
+    def _forget(self, future: Future[list[Trajectory]]) -> None:
+        self._holds.pop(future).tell()
+
+    def _supervise(self, futures: Sequence[Future[list[Trajectory]]]) -> None:
+        """Ends what is left of these when the budget of all that is played now is spent."""
+        budget_s = self.options.budget_s(len(self._holds))
+        holds = [hold for future in futures if (hold := self._holds.get(future))]
+        why = f"no end within the {budget_s:g} s that a call's episodes may take (rollout.deadline_s and rollout.attempts)"
+        self._loop.call_soon_threadsafe(self._end_late, holds, budget_s - 3 * LEAVE_S, why)
+
+    def _end_late(self, holds: Sequence[_Hold], seconds: float, why: str) -> None:
+        left = [hold for hold in holds if not hold.over]
+        count = len(left)
+
+        def end() -> None:
+            for hold in left:
+                hold.end(StopReason.INFRA_FAILURE, why)
+
+        def over() -> None:
+            nonlocal count
+            count -= 1
+            if not count:
+                timer.cancel()
+
+        timer = self._loop.call_later(seconds if left else 0.0, end)
+        for hold in left:
+            hold.heard.append(over)
+
+    def _hurry(self, groups: Sequence[Sequence[_Hold]], wanted: list[int], least: int) -> None:
+        if not any(groups):
+            return
+        since = min(hold.asked_s for hold in itertools.chain(*groups))
+
+        def enough() -> None:
+            grace_s = GRACE * (self._loop.time() - since)
+            why = (
+                f"its group goes on with at least {least} episodes (feed.min_group): it took {grace_s:.1f} s longer than those"
+            )
+            for hold in itertools.chain(*groups):
+                self._loop.call_later(grace_s, hold.end, StopReason.STRAGGLER, why)
+
+        def over(number: int) -> None:
+            wanted[number] -= 1
+            if wanted[number] == 0 and not any(n > 0 for n in wanted):
+                enough()
+
+        for number, group in enumerate(groups):
+            for hold in group:
+                if hold.over:  # meanwhile
+                    wanted[number] -= 1
+                else:
+                    hold.heard.append(partial(over, number))
+        if not any(n > 0 for n in wanted):
+            enough()
 
     async def _open(self, sandbox: Callable[[], Any]) -> tuple[Any, Gate]:
         return sandbox(), Gate(self.options.concurrency)
@@ -161,81 +297,118 @@ class Rollouts:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks, timeout=2 * LEAVE_S)
-        await self.agent.close()
+        await _close(self.agent.close)
         if self._sandbox is not None:
-            await self._sandbox.close()
+            await _close(self._sandbox.close)
 
-    async def _episode(self, group: str, task: Task, rollout: int, member: Member, how: _How) -> list[Trajectory]:
-        try:
-            if how.journal and (kept := how.journal.episode(group, rollout, task)):
-                return kept
-            async with self._gate.place(member.rank):
-                for attempt in range(1, self.options.attempts + 1):
-                    difficulty = task.get("difficulty", "")
-                    rows = [Trajectory(task["id"], task["seed"], group, rollout, attempts=attempt, difficulty=difficulty)]
-                    rows = await self._attempt(rows, task, member, how)
-                    if rows[0].stop.counts:
-                        break
-                if how.journal:
-                    how.journal.finish(rows)
-                return rows
-        finally:
+    async def _episode(self, group: str, task: Task, rollout: int, member: Member, how: _How, hold: _Hold) -> list[Trajectory]:
+        if how.journal and (kept := how.journal.episode(group, rollout, task)):
             member.leave()
+            return kept
+        difficulty = task.get("difficulty", "")
 
-    async def _continuation(self, task: Task, number: int, member: Member, how: _How) -> list[Trajectory]:
+        def row(attempt: int) -> Trajectory:
+            return Trajectory(task["id"], task["seed"], group, rollout, attempts=attempt, difficulty=difficulty)
+
+        rows = await self._attempts(row, task, member, how, hold)
+        if how.journal:
+            how.journal.finish(rows)
+        return rows
+
+    async def _continuation(self, task: Task, number: int, member: Member, how: _How, hold: _Hold) -> list[Trajectory]:
         assert how.stem
         try:
-            async with self._gate.place(member.rank):
-                for attempt in range(1, self.options.attempts + 1):
-                    again = how if attempt == 1 else replace(how, origin=None)
-                    rows = await self._attempt([how.stem.row(number, attempt)], task, member, again)
-                    if rows[0].stop.counts:
-                        break
-                return rows
+            return await self._attempts(partial(how.stem.row, number), task, member, how, hold)
         finally:
-            member.leave()
             if how.origin:
                 await how.origin.leave()
 
-    async def _attempt(self, rows: list[Trajectory], task: Task, member: Member, how: _How) -> list[Trajectory]:
-        """Plays an episode into `rows` and returns them; of one that could not be ended, a copy that nobody writes to."""
-        began, opened = self._loop.time(), list[Env]()
+    async def _attempts(
+        self, row: Callable[[int], Trajectory], task: Task, member: Member, how: _How, hold: _Hold
+    ) -> list[Trajectory]:
+        """Waits for a place and plays an episode until it counts, so often as may be; or until it is ended from outside."""
+        rows = [row(1)]
+        rows[0].waiting = "place"
         try:
-            await self._within_deadline(asyncio.create_task(self._play(rows, task, member, how, opened)))
+            hold.begin()
+            async with self._gate.place(member.rank):
+                for attempt in range(1, self.options.attempts + 1):
+                    rows = [row(attempt)]
+                    rows = await self._attempt(rows, task, member, how if attempt == 1 else replace(how, origin=None), hold)
+                    if rows[0].stop.counts or hold.stop:
+                        break
+        except asyncio.CancelledError:
+            if self._closing:
+                raise
+            hold.caught()
+        except Exception as error:  # of what stands around an episode, not in it
+            hold.stop, hold.why = StopReason.INFRA_FAILURE, f"{type(error).__name__}: {error}"
+        finally:
+            hold.over = True
+            member.leave()
+        for one in rows:  # what has a reason already keeps it
+            if hold.stop and one.stop is StopReason.CANCELLED:
+                one.stop, one.error = hold.stop, self._told(one, rows, hold.why, hold)
+        return rows
+
+    def _told(self, row: Trajectory, rows: Sequence[Trajectory], text: str, hold: _Hold) -> str:
+        """Where an episode broke: its turn, what it waited for, which names the tools, and its session in the sandbox."""
+        waiting = next((one.waiting for one in rows if one.waiting), "agent")
+        session = f"; sandbox session {hold.session}" if self._sandbox is not None and hold.session else ""
+        return f"turn {row.trunk_turns + len(row.turns)}: {text}; waiting for the {waiting}{session}"
+
+    async def _attempt(self, rows: list[Trajectory], task: Task, member: Member, how: _How, hold: _Hold) -> list[Trajectory]:
+        """Plays an episode into `rows` and returns them; of one that could not be ended, a copy that nobody writes to."""
+        began = self._loop.time()
+        try:
+            await self._within_deadline(partial(self._play, rows, task, member, how, hold), hold)
         except Exception as error:
             fault = StopReason.INFRA_FAILURE, f"{type(error).__name__}: {error}"
-            stop, text = self._missed(rows) if isinstance(error, DeadlineMissed) else fault
+            stop, text = self._missed(rows, hold) if isinstance(error, DeadlineMissed) else fault
             if isinstance(error, DeadlineMissed) and not error.ended:
                 self.agent.release(rows)
                 rows = copy.deepcopy(rows)
             for row in rows:
-                row.stop, row.error = stop, f"turn {row.trunk_turns + len(row.turns)}: {text}"
+                row.stop, row.error = stop, self._told(row, rows, text, hold)
         finally:
             seconds = self._loop.time() - began
             for row in rows:
                 row.seconds = seconds
             member.end(rows[0].stop.counts)
-            for env in opened:
-                await _leave(env)
+            hold.over = rows[0].stop.counts
+            while hold.opened:
+                try:
+                    await _close(hold.opened.pop().close)
+                except asyncio.CancelledError:
+                    if self._closing:
+                        raise
+                    hold.caught()
         return rows
 
-    async def _play(self, rows: list[Trajectory], task: Task, member: Member, how: _How, opened: list[Env]) -> None:
-        """Args: opened: gets the episode's world as soon as there is one."""
-        agent, first = self.agent, rows[0]
+    async def _play(self, rows: list[Trajectory], task: Task, member: Member, how: _How, hold: _Hold) -> None:
+        """Raises Interrupted where something in it wanted to end the whole process."""
+        try:
+            await self._played(rows, task, member, how, hold)
+        except (SystemExit, KeyboardInterrupt) as error:  # asyncio would end the loop, and with it all episodes
+            raise Interrupted(f"{type(error).__name__}: {error}") from error
+
+    async def _played(self, rows: list[Trajectory], task: Task, member: Member, how: _How, hold: _Hold) -> None:
+        agent, first, rows[0].waiting = self.agent, rows[0], "environment"
         if isinstance(agent, Agent):
             agent = agent.through(lambda sampler: Ranked(sampler, member))
         else:  # a program asks in its own name
             member.begin()
         # A sandbox remembers sessions by their key: neither another run's nor one that a killed run left may be found by it.
-        name = f"{self._nonce}.{next(self._attempts)}/{first.group}#{first.rollout}"
+        name = hold.session = f"{self._nonce}.{next(self._attempts_made)}/{first.group}#{first.rollout}"
         key = sampling_key(self.seed, first.group, first.rollout)
         if isinstance(agent, Agent) and how.stem and how.origin:
+            first.waiting = "copy of its world"
             env, resumed = await how.origin.fork(name, partial(agent.retrace, task=task, stem=how.stem))
-            opened.append(env)
+            hold.opened.append(env)
             await agent.play(env, task, rows, key, how.sampling, how.stem, resumed)
             return
         env = self.world.episode(name, self._sandbox)
-        opened.append(env)
+        hold.opened.append(env)
         if isinstance(agent, Agent) and how.stem:
             await agent.play(env, task, rows, key, how.sampling, how.stem)
             return
@@ -243,28 +416,36 @@ class Rollouts:
             agent = agent.through(lambda sampler: Recorded(sampler, journal, first))
         await agent.play(Ablated(env) if how.ablated else env, task, rows, key, how.sampling)
 
-    async def _within_deadline(self, episode: asyncio.Task[None]) -> None:
+    async def _within_deadline(self, play: Callable[[], Coroutine[Any, Any, None]], hold: _Hold) -> None:
         """Waits for an episode. Raises DeadlineMissed; a world that catches its cancellation cannot keep the step waiting."""
+        episode = asyncio.create_task(play())
         try:
             await asyncio.wait({episode}, timeout=self.options.deadline_s)
+        except asyncio.CancelledError:
+            if self._closing:
+                raise
+            hold.caught()
+        finally:
             missed = not episode.done()
-        finally:  # also where the rollouts are closed meanwhile
-            if not episode.done():
+            if missed:
                 episode.cancel()
                 await asyncio.wait({episode}, timeout=LEAVE_S)
         if not missed:
+            if episode.cancelled():
+                raise Interrupted("cancelled from within")
             episode.result()
             return
         if episode.done() and not episode.cancelled():
             episode.exception()  # whatever came of the cancellation, it is asked for, or asyncio would complain
         raise DeadlineMissed(ended=episode.done())
 
-    def _missed(self, rows: list[Trajectory]) -> tuple[StopReason, str]:
+    def _missed(self, rows: list[Trajectory], hold: _Hold) -> tuple[StopReason, str]:
         """A missed deadline is the policy's fault where its own tool calls took most of the time."""
+        if hold.stop:
+            return hold.stop, hold.why
         limit_s = self.options.deadline_s
         spent = sum(record.latency_s for row in rows for turn in row.turns for record in turn.tools)
-        waiting = next((row.waiting for row in rows if row.waiting), "agent")
-        text = f"no end within {limit_s:g} s (rollout.deadline_s), {spent:.1f} s of it in tools; waiting for the {waiting}"
+        text = f"no end within {limit_s:g} s (rollout.deadline_s), {spent:.1f} s of it in tools"
         return StopReason.POLICY_TIMEOUT if spent > limit_s / 2 else StopReason.INFRA_FAILURE, text
 
 
@@ -291,17 +472,23 @@ class _Origin:
         self.left -= 1
         if not self.left and self._retraced is not None:
             self._retraced.cancel()
-            await _leave(self._env)
+            await asyncio.wait({self._retraced}, timeout=LEAVE_S)
+            await _close(self._env.close)
 
 
-async def _leave(env: Env) -> None:
-    """Closes an episode's world; a fault here cannot change what was sampled, and nobody waits for one that hangs."""
-    with contextlib.suppress(Exception):
-        closing = asyncio.ensure_future(env.close())
-        if not (await asyncio.wait({closing}, timeout=LEAVE_S))[0]:
-            closing.cancel()
-        elif not closing.cancelled():
+async def _close(close: Callable[[], Awaitable[None]]) -> None:
+    """Closes an episode's world, or what all share: no fault here can change what was sampled, and nobody waits if it hangs."""
+    closing: asyncio.Future[None] | None = None
+    try:
+        closing = asyncio.ensure_future(close())
+        await asyncio.wait({closing}, timeout=LEAVE_S)
+        if closing.done() and not closing.cancelled():
             closing.exception()
+    except Exception:
+        return  # it is not even a coroutine
+    finally:
+        if closing and not closing.done():
+            closing.cancel()
 
 
 def wait(futures: list[Future[list[Trajectory]]], stop: Callable[[], bool] | None = None) -> list[Trajectory]:

@@ -41,7 +41,7 @@ from jaxagent.process import Process, read_labels
 from jaxagent.progress import Progress
 from jaxagent.rewards.shaping import components
 from jaxagent.rollout import Stopped
-from jaxagent.types import Group, Sampling, Trajectory, Turn
+from jaxagent.types import Group, Sampling, StopReason, Trajectory, Turn
 from jaxagent.update import Update, UpdateOptions
 from jaxagent.view import report
 from sandbox_client import InfrastructureError, SandboxStartError
@@ -435,6 +435,7 @@ def sound(rows: Sequence[Trajectory], max_broken: float, hosts: Hosts = ALONE) -
     Raises Broken, on all hosts, where the infrastructure lost too many of all rows, or a row is not what was sampled.
     """
     good = [row for row in rows if row.stop.counts]
+    rows = [row for row in rows if row.stop is not StopReason.STRAGGLER]  # dropped, not lost
     error = next((row.error for row in rows if not row.stop.counts), "")
     fault = next((f"{row.task}: {found}" for row in good if (found := audit(row))), "")
     counts, totals, errors, faults_found = zip(*hosts.gather([len(good), len(rows), error, fault]), strict=True)
@@ -494,7 +495,7 @@ def described(run: Run, groups: Sequence[Group]) -> dict[str, float]:
         "rollout/tool_calls": float(len(tools)),
         "rollout/tools_reached": float(sum(record.outcome not in ("bad_arguments", "unknown_tool") for record in tools)),
         "rollout/tool_latency_s": mean(record.latency_s for record in tools),
-        "rollout/broken": Mean(len(rows) - len(good), len(rows)),
+        "rollout/broken": mean(not row.stop.counts and row.stop is not StopReason.STRAGGLER for row in rows),
         "rollout/retried": mean(row.attempts > 1 for row in rows),
         "engine/tokens_per_s": stats.sampled / max(1e-9, seconds),
         "engine/fill": Mean(stats.sampled, stats.row_steps),

@@ -26,12 +26,13 @@ class StopReason(StrEnum):
     ENV_TRUNCATED = "env_truncated"  # the world broke and said so
     POLICY_TIMEOUT = "policy_timeout"  # the episode's deadline passed while the policy's own code was running
     INFRA_FAILURE = "infra_failure"  # sandbox, harness or network failed, after all retries
+    STRAGGLER = "straggler"  # its group went on without it: see feed.min_group
     CANCELLED = "cancelled"
 
     @property
     def counts(self) -> bool:
-        """False for faults of the infrastructure: they leave the loss and the group's mean and deviation."""
-        return self not in (StopReason.ENV_TRUNCATED, StopReason.INFRA_FAILURE, StopReason.CANCELLED)
+        """False for faults of the infrastructure, and for what was not waited for: they leave the loss and the group's mean."""
+        return self not in (StopReason.ENV_TRUNCATED, StopReason.INFRA_FAILURE, StopReason.STRAGGLER, StopReason.CANCELLED)
 
 
 @dataclass(frozen=True)

@@ -99,6 +99,7 @@ class Pool:
         self._warm: deque[Child] = deque()
         self._starting = 0
         self._resting = False
+        self._taken = 0.0  # when a child was last taken
         self._waiting: deque[asyncio.Future[Child]] = deque()
         self._orders: deque[tuple[bytes, tuple[int, ...]]] = deque()
         self._reports = bytearray()
@@ -150,11 +151,8 @@ class Pool:
         while self._warm:
             child = self._warm.popleft()
             if child.alive:
-                if len(self._warm) < self._target // 2:
-                    self._refill()
-                elif not self._resting:
-                    self._resting = True
-                    self.loop.call_later(_REST_S, self._rested)
+                self._taken = self.loop.time()
+                self._refill()
                 return child
         self.cold_takes += 1
         waiter = self.loop.create_future()
@@ -290,7 +288,19 @@ class Pool:
         self._refill()
 
     def _refill(self) -> None:
+        """Forks for all who wait; else what is missing, one after the other, and after a rest while half of it is there.
+
+        Several at once would share the cores with the programs that callers wait for, who do not wait for these.
+        """
         while not (self._closed or self.dead) and len(self._warm) + self._starting < self._target + len(self._waiting):
+            if self._starting >= max(1, len(self._waiting)):
+                return
+            rest_s = self._taken + _REST_S - self.loop.time()
+            if rest_s > 0 and len(self._warm) >= self._target // 2 and not self._waiting:
+                if not self._resting:
+                    self._resting = True
+                    self.loop.call_later(rest_s, self._rested)
+                return
             self._starting += 1
             self._await_start(self._fork())
 
@@ -322,6 +332,8 @@ class Pool:
             waiter.set_exception(failure) if failure else waiter.set_result(child)
         elif not failure:
             self._warm.append(child)
+        if not failure:  # of one that cannot be started, others would be no better
+            self._refill()
 
     def _reported(self) -> None:
         try:

@@ -68,7 +68,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--max-sessions", type=int, default=1024)
     add("--concurrency", type=int, default=2 * cores, help="programs that run at once; calls are not counted")
     add("--queue", type=int, default=32 * cores, help="programs that wait behind them; more are refused")
-    add("--warm", type=int, default=max(16, 4 * cores), help="locked children that wait for a session")
+    add("--warm", type=int, default=max(32, 4 * cores), help="locked children that wait for a session")
     add("--graders", type=int, default=1, help="locked graders that wait; 0 is no grading")
     limits = Limits()
     add("--memory-mb", type=int, default=limits.memory_bytes >> 20, help="of a process; at L3 of a whole session")

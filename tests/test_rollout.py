@@ -162,7 +162,7 @@ class NoClose(NoStep):
 def test_a_world_that_raises_is_tried_again_and_then_told_as_an_infrastructure_failure(world: Toy, turns: int) -> None:
     (row,) = played(world, script(PLAIN, look("A", "37")), attempts=3)
     assert (row.stop, row.attempts, len(row.turns)) == (StopReason.INFRA_FAILURE, 3, turns)
-    assert row.error == f"turn {turns}: ConnectionError: no room"
+    assert row.error == f"turn {turns}: ConnectionError: no room; waiting for the environment" + ", asked for A" * turns
     assert (row.task, row.seed, row.group, row.rollout, row.difficulty) == ("toy/0", 3, "train/0", 0, "easy")
     assert not row.stop.counts
 
@@ -181,7 +181,7 @@ def test_a_sampler_that_raises_is_an_infrastructure_failure() -> None:
         raise MemoryError("no slot")
 
     (row,) = played(Toy(), ScriptedSampler(PLAIN, write), attempts=1)
-    assert (row.stop, row.error) == (StopReason.INFRA_FAILURE, "turn 0: MemoryError: no slot")
+    assert (row.stop, row.error) == (StopReason.INFRA_FAILURE, "turn 0: MemoryError: no slot; waiting for the engine")
 
 
 def test_one_broken_episode_does_not_touch_the_others(server: EmbeddedServer) -> None:
@@ -266,7 +266,8 @@ def test_a_timeout_that_the_world_raises_itself_is_not_called_a_missed_deadline(
             raise TimeoutError("the database did not answer")
 
     (row,) = played(Impatient(), script(PLAIN, look("A", "37")), attempts=1)
-    assert (row.stop, row.error) == (StopReason.INFRA_FAILURE, "turn 1: TimeoutError: the database did not answer")
+    told = "turn 1: TimeoutError: the database did not answer; waiting for the environment, asked for A"
+    assert (row.stop, row.error) == (StopReason.INFRA_FAILURE, told)
 
 
 def test_every_seat_of_an_episode_that_broke_has_its_row_with_the_reason() -> None:
@@ -284,7 +285,8 @@ def test_every_seat_of_an_episode_that_broke_has_its_row_with_the_reason() -> No
 
     white, black = played(Table(), ScriptedSampler(PLAIN, write), attempts=2)
     assert [(row.role, row.stop, row.attempts, row.error) for row in (white, black)] == [
-        (role, StopReason.INFRA_FAILURE, 2, "turn 1: ConnectionError: no board") for role in ("white", "black")
+        (role, StopReason.INFRA_FAILURE, 2, "turn 1: ConnectionError: no board; waiting for the environment")
+        for role in ("white", "black")
     ]
     assert white.seconds == black.seconds > 0
 

@@ -22,6 +22,7 @@ from jaxagent.types import Sample, StopReason, ToolRecord, ToolSpec, Trajectory,
         ("policy_timeout", True),
         ("env_truncated", False),
         ("infra_failure", False),
+        ("straggler", False),
         ("cancelled", False),
     ],
 )
@@ -30,7 +31,7 @@ def test_only_the_infrastructures_faults_do_not_count(stop: str, counts: bool) -
 
 
 def test_every_stop_reason_is_either_counted_or_not_above() -> None:
-    assert len(StopReason) == 8
+    assert len(StopReason) == 9
 
 
 def test_sampling_keys_are_the_same_on_every_machine() -> None:
