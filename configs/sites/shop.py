@@ -1,9 +1,9 @@
 """A shop of three pages as tasks of BrowserGym: log in, list of items, item with basket. An example of a site of one's own.
 
 `register()` is what the world `browsergym` calls in its workers (`env.options.register`): it starts the shop on the loopback
-interface, makes the tasks known and returns which hosts the browser may reach, and where they are. Every worker has a shop of its own, and every
-episode begins with one that is stocked anew from the task's seed. A task's `advise` reads a page and says what to do next; it is
-the oracle of demonstrations. Tasks:
+interface, makes the tasks known and returns which hosts the browser may reach, and where they are. Every worker has a shop of
+its own, and every episode begins with one that is stocked anew from the task's seed. A task's `advise` reads a page and says
+what to do next: demonstrations are made by it. Tasks:
 
     browsergym/shop.order       log in and order so many of an item, and nothing else
     browsergym/shop.price       log in and tell what an item costs
@@ -27,7 +27,11 @@ from typing import Any
 HOST = "shop.test"
 KINDS = ("order", "price", "cheapest")
 _COLOURS = ("blue", "red", "green", "black", "white", "yellow")
-_THINGS = {"lamps": ("desk lamp", "floor lamp", "lantern"), "chairs": ("stool", "armchair", "bench"), "clocks": ("alarm clock",)}
+_THINGS = {
+    "lamps": ("desk lamp", "floor lamp", "lantern"),
+    "chairs": ("stool", "armchair", "bench"),
+    "clocks": ("alarm clock",),
+}
 _NAMES = ("ann", "bob", "cleo", "dan")
 
 
@@ -65,11 +69,14 @@ class Shop:
 
     def goal(self, kind: str) -> str:
         login = f"Log in as {self.user} with the password {self.password}. "
-        return login + {
-            "order": f"Order {self.count} of the {self.wanted.name}, and nothing else.",
-            "price": f"Tell me what one {self.wanted.name} costs, as a number.",
-            "cheapest": f"Tell me the name of the cheapest of the {self.wanted.kind}.",
-        }[kind]
+        return (
+            login
+            + {
+                "order": f"Order {self.count} of the {self.wanted.name}, and nothing else.",
+                "price": f"Tell me what one {self.wanted.name} costs, as a number.",
+                "cheapest": f"Tell me the name of the cheapest of the {self.wanted.kind}.",
+            }[kind]
+        )
 
     def judge(self, kind: str, answers: list[str]) -> tuple[float, bool, str]:
         """The reward, whether the task is over, and why. An order or an answer ends it."""
@@ -77,12 +84,16 @@ class Shop:
             if not self.orders:
                 return 0.0, bool(answers), "nothing was ordered" if answers else ""
             right = self.orders == [{self.wanted.number: self.count}]
-            return float(right), True, f"ordered {self.orders[0]}, wanted {({self.wanted.number: self.count})}"
+            return float(right), True, f"ordered {self.orders[0]}, wanted { ({self.wanted.number: self.count}) }"
         if not answers:
             return 0.0, bool(self.orders), "ordered without being asked" if self.orders else ""
         if kind == "price":
             told = re.findall(r"\d+(?:\.\d+)?", answers[0])
-            return float(len(told) == 1 and float(told[0]) == self.wanted.cents / 100), True, f"the price is {self.wanted.price}"
+            return (
+                float(len(told) == 1 and float(told[0]) == self.wanted.cents / 100),
+                True,
+                f"the price is {self.wanted.price}",
+            )
         best = self.cheapest()
         named = {item.number for item in self.items if re.search(rf"\b{item.name}\b", answers[0].lower())}
         return float(named == {best.number}), True, f"the cheapest is the {best.name}"

@@ -1,9 +1,9 @@
 """`miniwob`: small tasks on web pages, in a Chromium of the system. Needs Chromium and `jaxagent env install miniwob`.
 
 The policy reads the task and the elements of the page, a number before each that can be clicked, and answers with one action in
-words or, with `calls`, by tools. The reward is the page's own without its decay, and 0 where that is negative: a page's clock of
-ten seconds is put off, or a policy would be graded on how busy the machine is. Seeds make tasks of a page; splits have seeds of
-their own.
+words or, with `calls`, by tools. The reward is the page's own without its decay, and 0 where that is negative; a page's clock
+of ten seconds is put off, or a policy would be graded on how busy the machine is. Seeds make tasks of a page; splits have
+seeds of their own. In `stock-market` and `terminal` the time of day is on the page, so that two episodes are not alike.
 
 A browser takes about half a gigabyte and holds one episode, so `rollout.concurrency` should be as many as there are.
 """

@@ -1,4 +1,4 @@
-"""BrowserGym: tasks on web sites, in a Chromium that is driven by playwright, told as accessibility trees, acted on by its actions.
+"""BrowserGym: tasks on web sites, in a Chromium driven by playwright, told as accessibility trees, acted on by its actions.
 
 Everything that a task is comes from its gymnasium id, be it browsergym/miniwob.click-test, browsergym/webarena.3, or one that
 `register`, a file of the user's, has made; so this adapter is that of WebArena too.
@@ -9,6 +9,7 @@ import functools
 import http.server
 import importlib
 import importlib.util
+import itertools
 import os
 import shlex
 import sys
@@ -85,7 +86,11 @@ class World:
         self.server = serve_pages()
         sites = (urllib.parse.urlsplit(value).netloc for name, value in os.environ.items() if name.startswith("WA_"))
         # Servers of this worker have names: their ports are not the same in every worker, and would be told with every page.
-        self.hosts = {_MINIWOB: f"127.0.0.1:{self.server.server_address[1]}", **self.own, **{host: host for host in sites if host}}
+        self.hosts = {
+            _MINIWOB: f"127.0.0.1:{self.server.server_address[1]}",
+            **self.own,
+            **{host: host for host in sites if host},
+        }
         os.environ["MINIWOB_URL"] = f"http://{_MINIWOB}/miniwob/"
         here = Path.cwd()  # a worker's own folder, which goes with it, and profiles of browsers with that
         os.environ["TMPDIR"] = str(here)
@@ -155,6 +160,7 @@ class World:
         self.leave()
         self.playwright.end()
         self.server.shutdown()
+        self.server.server_close()
 
     def leave(self) -> None:
         if self.env is not None:
@@ -188,7 +194,7 @@ class World:
 
     def code(self, action: str) -> str:
         """The library's program for an action, whose arguments are literals. Raises ValueError for what no task needs."""
-        for name, arguments in sum(highlevel_action_parser.search_string(action).as_list(), []):
+        for name, arguments in itertools.chain(*highlevel_action_parser.search_string(action).as_list()):
             plain = [argument.value if isinstance(argument, NamedArgument) else argument for argument in arguments]
             if name == "goto" and plain:
                 self.check(str(plain[0]))

@@ -1,4 +1,4 @@
-"""MiniWoB++: small web pages in a Chromium that is driven by selenium, told as lists of elements, acted on by words or calls."""
+"""MiniWoB++: small web pages in a Chromium driven by selenium, told as lists of elements, acted on by words or calls."""
 
 import os
 import re
@@ -24,7 +24,7 @@ _OFFLINE = ("--host-resolver-rules=MAP * ~NOTFOUND", "--disable-background-netwo
 _RESTING = """
 return document.getAnimations().every(a => a.playState !== 'running') && !(window.jQuery && jQuery(':animated').length);
 """
-_PLACED = {"svg", "circle", "rect", "polygon", "ellipse", "line", "path", "canvas"}  # what is told apart by where it is
+_PLACED = {"svg", "circle", "rect", "polygon", "ellipse", "line", "path", "canvas", "text"}  # what is told apart by where it is
 _PLAIN = {"body", "div", "span", "p", "table", "tbody", "tr", "ul", "ol", "form", "br", "hr", "thead", "center"}
 _KEYS = {key.strip("<>").lower(): key for key in DEFAULT_ALLOWED_KEYS}
 
@@ -98,7 +98,11 @@ class World:
     def take(self, name: str, arguments: dict[str, Any]) -> str:
         """Does one thing to the page; returns why it cannot be done."""
         try:
-            return _ACTIONS[name](self, **arguments) if name in _ACTIONS else f"no action {name!r}; there are {', '.join(_ACTIONS)}"
+            return (
+                _ACTIONS[name](self, **arguments)
+                if name in _ACTIONS
+                else f"no action {name!r}; there are {', '.join(_ACTIONS)}"
+            )
         except TypeError:
             return f"{name} takes {_TAKES.get(name, 'other arguments')}"
 
@@ -112,8 +116,10 @@ class World:
         return self.missing(ref) or self.perform(ActionTypes.CLICK_ELEMENT, ref=int(ref))
 
     def type(self, ref: Any, text: str) -> str:
-        return self.missing(ref) or unwritable(text) or self.perform(
-            ActionTypes.FOCUS_ELEMENT_AND_TYPE_TEXT, ref=int(ref), text=text
+        return (
+            self.missing(ref)
+            or unwritable(text)
+            or self.perform(ActionTypes.FOCUS_ELEMENT_AND_TYPE_TEXT, ref=int(ref), text=text)
         )
 
     def press(self, key: str) -> str:
@@ -222,7 +228,9 @@ def described(element: dict[str, Any]) -> str:
     """An element as a line; nothing for one that only holds others."""
     tag, (focused, _, _, leaf) = element["tag"], element["flags"]
     text, value = " ".join(element["text"].split()), element["value"]
-    named = f"#{element['id']}" * bool(element["id"]) + "".join(f".{name}" for name in element["classes"].split())
+    named = f"#{element['id']}" * bool(element["id"]) + "".join(
+        f".{name}" for name in element["classes"].split() if name != "SVG_CLASS"
+    )
     if element["ref"] < 0:
         return f"    {text}" if text else ""
     if not text and (tag in _PLAIN and not (leaf and named)):

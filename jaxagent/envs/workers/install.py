@@ -119,8 +119,7 @@ def python_of(name: str) -> Path:
     if not library.apart and all(importlib.util.find_spec(module) for module in library.modules):
         return Path(sys.executable)
     raise ValueError(
-        f"env.name={name}: {wanted[0]} is not installed; run: jaxagent env install {name} "
-        f"(an environment of its own, {home})"
+        f"env.name={name}: {wanted[0]} is not installed; run: jaxagent env install {name} (an environment of its own, {home})"
     )
 
 
