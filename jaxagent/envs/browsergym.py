@@ -55,9 +55,9 @@ def make_world(
     if letters < 100:
         raise ValueError(f"env.options.letters must be at least 100, got {letters}")
     splits = ("train", "demo", "valid", "test") if shown else ("train", "valid", "test")
-    if fixed and not any(split_of(name, splits) == "train" for name in names):
-        raise ValueError(f"env.options.fixed: none of the {len(names)} tasks belongs to the training split; name more")
     members = {split: [name for name in names if split_of(name, splits) == split] for split in splits if fixed}
+    if empty := [split for split, mine in members.items() if not mine]:
+        raise ValueError(f"env.options.fixed: none of the {len(names)} tasks belongs to {', '.join(empty)}; name more")
 
     def describe(split: str, index: int) -> Task:
         mine = members.get(split, names)

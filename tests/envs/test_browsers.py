@@ -91,7 +91,7 @@ def test_what_no_world_in_a_browser_can_be_is_refused() -> None:
         ({"tasks": ()}, "tasks"),
         ({"register": "/nowhere.py"}, "register"),
         ({"letters": 3}, "letters"),
-        ({"tasks": ("browsergym/webarena.0",), "fixed": True, "shown": True, "letters": 99}, "letters"),
+        ({"tasks": ("browsergym/webarena.0",), "fixed": True}, "fixed: none of the 1 tasks belongs to "),
     ]
     for options, named in refused:
         with pytest.raises(ValueError, match=rf"env\.options\.{named}"):
@@ -256,7 +256,7 @@ def protocol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     stubs: dict[str, dict[str, Any]] = {
         "gymnasium": {"make": make, "registry": {}},
         "miniwob": {"__file__": str(tmp_path / "miniwob" / "__init__.py")},
-        "browsergym": {},
+        "browsergym": {"__path__": []},
         "browsergym.core": {"_get_global_playwright": lambda: playwright},
         "browsergym.core.env": {},
         "browsergym.core.action": {},
@@ -294,24 +294,25 @@ def test_a_page_of_webarena_is_told_and_an_answer_by_message_ends_it(protocol: A
     assert (wrong["reward"], wrong["done"], wrong["answered"]) == (0.0, True, True)
 
 
-@pytest.mark.parametrize(
-    ("action", "told"),
-    [
-        ("what now?", "Received an empty action"),
-        ("upload_file('a51', '/etc/passwd')", "Invalid action type 'upload_file'"),
-        ("goto('file:///etc/passwd')", r"only pages of miniwob\.test, shop\.example:7770 can be opened, got 'file:"),
-        ("goto('http://127.0.0.1:8000/')", "only pages of"),
-        ("goto('http://shop.example:22/')", "only pages of"),
-        ("goto('http://shop.example:7770@evil.example/')", "only pages of"),
-        ("goto('javascript:open')", "only pages of"),
-        ("noop(1000000000)", "noop waits at most 5000 ms"),
-    ],
-)
-def test_what_cannot_or_must_not_be_done_is_told_and_moves_nothing(protocol: Any, action: str, told: str) -> None:
+REFUSED = [
+    ("what now?", "Received an empty action"),
+    ("upload_file('a51', '/etc/passwd')", "Invalid action type 'upload_file'"),
+    ("goto('file:///etc/passwd')", r"only pages of miniwob\.test, shop\.example:7770 can be opened, got 'file:"),
+    ("goto('http://127.0.0.1:8000/')", "only pages of"),
+    ("goto('http://shop.example:22/')", "only pages of"),
+    ("goto('http://shop.example:7770@evil.example/')", "only pages of"),
+    ("goto('javascript:open')", "only pages of"),
+    ("goto('http://[')", "ValueError"),
+    ("noop(1000000000)", "noop waits at most 5000 ms"),
+]
+
+
+def test_what_cannot_or_must_not_be_done_is_told_and_moves_nothing(protocol: Any) -> None:
     protocol.reset({"name": "browsergym/webarena.3"}, 7)
-    step = protocol.step(action)
-    assert (step["reward"], step["done"], step["invalid"]) == (0.0, False, True)
-    assert re.search(told, step["reason"]) and step["text"].startswith("error: ")
+    for action, told in REFUSED:
+        step = protocol.step(action)
+        assert (step["reward"], step["done"], step["invalid"]) == (0.0, False, True), action
+        assert re.search(told, step["reason"]) and step["text"].startswith("error: "), action
     assert protocol.step("goto('http://shop.example:7770/cart')").get("invalid") is None
 
 

@@ -4,7 +4,6 @@ Everything that a task is comes from its gymnasium id, be it browsergym/miniwob.
 `register`, a file of the user's, has made; so this adapter is that of WebArena too.
 """
 
-import contextlib
 import functools
 import http.server
 import importlib
@@ -113,9 +112,8 @@ class World:
         self.task, self.seed = task, seed
         name = task["name"]
         family = name.partition("/")[2].partition(".")[0]
-        if name not in gymnasium.registry:
-            with contextlib.suppress(ModuleNotFoundError):  # the registry says better what there is
-                importlib.import_module(f"browsergym.{family}")
+        if name not in gymnasium.registry and importlib.util.find_spec(f"browsergym.{family}"):
+            importlib.import_module(f"browsergym.{family}")  # makes its tasks known
         self.actions = self.actions_of("miniwob_all" if family == "miniwob" else "webarena")
         local = family == "miniwob" or bool(self.own)
         self.env = gymnasium.make(

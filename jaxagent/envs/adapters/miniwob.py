@@ -97,14 +97,11 @@ class World:
 
     def take(self, name: str, arguments: dict[str, Any]) -> str:
         """Does one thing to the page; returns why it cannot be done."""
-        try:
-            return (
-                _ACTIONS[name](self, **arguments)
-                if name in _ACTIONS
-                else f"no action {name!r}; there are {', '.join(_ACTIONS)}"
-            )
-        except TypeError:
-            return f"{name} takes {_TAKES.get(name, 'other arguments')}"
+        if name not in _ACTIONS:
+            return f"no action {name[:20]!r}; there are {', '.join(_ACTIONS)}"
+        if set(arguments) != set(_NAMES[name]):
+            return f"{name} takes {_TAKES[name]}"
+        return _ACTIONS[name](self, **arguments)
 
     def perform(self, kind: ActionTypes, **arguments: Any) -> str:
         self.game.instance.perform(self.game.create_action(kind, **arguments), self.game.action_space_config)

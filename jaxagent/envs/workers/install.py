@@ -81,7 +81,7 @@ LIBRARIES = {
         ("browsergym.core", "browsergym.miniwob", "miniwob"),
         ("3.12", "3.11"),
         apart=True,
-        memory_mb=400,
+        memory_mb=520,
         reserves=True,
         variables=tuple(f"WA_{site}" for site in _WEB_ARENA),
         browser=True,
