@@ -83,7 +83,7 @@ LIBRARIES = {
         apart=True,
         memory_mb=520,
         reserves=True,
-        variables=tuple(f"WA_{site}" for site in _WEB_ARENA),
+        variables=(*(f"WA_{site}" for site in _WEB_ARENA), "NLTK_DATA"),
         browser=True,
     ),
 }
