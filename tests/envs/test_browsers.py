@@ -250,9 +250,11 @@ def protocol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         return envs[-1]
 
     playwright = types.SimpleNamespace(selectors=None, chromium=None, stop=lambda: None)
-    flat = lambda tree, ignored_roles: "\n".join(  # noqa: E731
-        f"[{node['browsergym_id']}] {node['role']['value']} {node['name']['value']!r}" for node in tree["nodes"]
-    )
+
+    def flat(tree: dict[str, Any], ignored_roles: list[str]) -> str:
+        nodes = tree["nodes"]
+        return "\n".join(f"[{node['browsergym_id']}] {node['role']['value']} {node['name']['value']!r}" for node in nodes)
+
     stubs: dict[str, dict[str, Any]] = {
         "gymnasium": {"make": make, "registry": {}},
         "miniwob": {"__file__": str(tmp_path / "miniwob" / "__init__.py")},

@@ -17,7 +17,7 @@ from miniwob.selenium_actions import execute_scroll_coords
 from miniwob.selenium_instance import HTML_DIR, SeleniumInstance
 
 _CLOCK_MS = 10**9  # a page's own is ten seconds, after which the policy would have lost for thinking
-_MOST_LETTERS = 200  # that are typed at once, each of them two messages to the browser
+_MOST_LETTERS = 200  # that are typed at once
 _SETTLE_S = 2.0  # for animations to end
 # No name is resolved and no address reached: the pages are files.
 _OFFLINE = ("--host-resolver-rules=MAP * ~NOTFOUND", "--disable-background-networking", "--disable-component-update")

@@ -46,8 +46,8 @@ class Library:
 
     def pinned(self) -> list[str]:
         """The requirements here. Raises ValueError where a browser is needed and there is none."""
-        here = {"chromium": chromium.major()} if self.browser else {}
-        return [requirement.format(**here) for requirement in self.requirements]
+        major = chromium.major() if self.browser else ""
+        return [requirement.replace("{chromium}", major) for requirement in self.requirements]
 
 
 # The sites of WebArena: its package reads where they are from these variables, WA_SHOPPING and so on.
