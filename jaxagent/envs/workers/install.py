@@ -15,13 +15,15 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from jaxagent.envs.workers import chromium
+
 
 @dataclass(frozen=True)
 class Library:
     """What a world needs.
 
     Args:
-        requirements: for pip.
+        requirements: for pip; `{chromium}` in one is the major version of the browser that is here.
         modules: that must be importable.
         pythons: versions that it runs on, the best first.
         apart: its requirements fight with those of the trainer, so that only an environment of its own will do.
@@ -29,6 +31,7 @@ class Library:
         memory_mb: of a worker with one world.
         reserves: it takes far more address space than memory, so that no limit on that can be set.
         variables: of the environment, that its workers are given beside those of every worker.
+        browser: it drives the browser of the system.
     """
 
     requirements: tuple[str, ...]
@@ -39,7 +42,16 @@ class Library:
     memory_mb: int = 110
     reserves: bool = False
     variables: tuple[str, ...] = ()
+    browser: bool = False
 
+    def pinned(self) -> list[str]:
+        """The requirements here. Raises ValueError where a browser is needed and there is none."""
+        major = chromium.major() if self.browser else ""
+        return [requirement.replace("{chromium}", major) for requirement in self.requirements]
+
+
+# The sites of WebArena: its package reads where they are from these variables, WA_SHOPPING and so on.
+_WEB_ARENA = ("SHOPPING", "SHOPPING_ADMIN", "REDDIT", "GITLAB", "WIKIPEDIA", "MAP", "HOMEPAGE", "FULL_RESET")
 
 LIBRARIES = {
     "textworld": Library(("textworld==1.7.0",), ("textworld",), ("3.12", "3.11"), variables=("INFORM_HOME",)),
@@ -55,6 +67,25 @@ LIBRARIES = {
         variables=("JAVA_HOME", "JAVA_TOOL_OPTIONS"),
     ),
     "crafter": Library(("crafter==1.8.3",), ("crafter",), memory_mb=60),
+    "miniwob": Library(
+        ("miniwob==1.1.0", "selenium==4.51.0", "chromedriver-py=={chromium}.*"),
+        ("miniwob", "chromedriver_py"),
+        ("3.12", "3.11"),
+        memory_mb=460,
+        reserves=True,
+        browser=True,
+    ),
+    # Its playwright is so old that it needs a greenlet without wheels for later Pythons. The pages of MiniWoB are in `miniwob`.
+    "browsergym": Library(
+        ("browsergym-core==0.14.3", "browsergym-miniwob==0.14.3", "miniwob==1.1.0"),
+        ("browsergym.core", "browsergym.miniwob", "miniwob"),
+        ("3.12", "3.11"),
+        apart=True,
+        memory_mb=520,
+        reserves=True,
+        variables=(*(f"WA_{site}" for site in _WEB_ARENA), "NLTK_DATA"),
+        browser=True,
+    ),
 }
 
 
@@ -79,16 +110,16 @@ def python_of(name: str) -> Path:
     library = library_of(name)
     if missing := [program for program in library.programs if shutil.which(program) is None]:
         raise ValueError(f"env.name={name}: it needs the program {missing[0]}, which is not in PATH; install it first")
+    wanted = _pinned(name, library)
     home = folder() / name
     if (home / "installed.json").exists():
-        if json.loads((home / "installed.json").read_text()) == list(library.requirements):
+        if json.loads((home / "installed.json").read_text()) == wanted:
             return _python_in(home)
         raise ValueError(f"env.name={name}: {home} holds another version than is wanted; run: jaxagent env install {name}")
     if not library.apart and all(importlib.util.find_spec(module) for module in library.modules):
         return Path(sys.executable)
     raise ValueError(
-        f"env.name={name}: {library.requirements[0]} is not installed; run: jaxagent env install {name} "
-        f"(an environment of its own, {home})"
+        f"env.name={name}: {wanted[0]} is not installed; run: jaxagent env install {name} (an environment of its own, {home})"
     )
 
 
@@ -101,17 +132,18 @@ def install(name: str, python: str = "") -> Path:
     Raises ValueError where no interpreter fits, the installation fails, or what was installed cannot be imported.
     """
     library = library_of(name)
+    wanted = _pinned(name, library)
     chosen = python or _interpreter(name, library)
     home = folder() / name
     shutil.rmtree(home, ignore_errors=True)
     home.parent.mkdir(parents=True, exist_ok=True)
     _run([chosen, "-m", "venv", str(home)], f"{chosen} cannot make a virtual environment in {home}")
     inside = str(_python_in(home))
-    pip = [inside, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *library.requirements]
-    _run(pip, f"pip could not install {', '.join(library.requirements)}")
+    pip = [inside, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *wanted]
+    _run(pip, f"pip could not install {', '.join(wanted)}")
     imports = "; ".join(f"import {module}" for module in library.modules)
     _run([inside, "-c", imports], f"{name} was installed in {home}, but cannot be imported")
-    (home / "installed.json").write_text(json.dumps(list(library.requirements)))
+    (home / "installed.json").write_text(json.dumps(wanted))
     return home
 
 
@@ -126,7 +158,7 @@ def state_of(name: str) -> str:
 
 def report_install(name: str, python: str) -> int:
     """The command `jaxagent env install`."""
-    print(f"{name}: {', '.join(library_of(name).requirements)}", flush=True)
+    print(f"{name}: {', '.join(_pinned(name, library_of(name)))}", flush=True)
     print(f"{name}: installed in {install(name, python)}")
     return 0
 
@@ -153,6 +185,13 @@ def address_mb(name: str, slots: int) -> int:
     """The address space that a worker may take, with room for what libraries reserve and never use; 0 is no limit."""
     library = library_of(name)
     return 0 if library.reserves else 1024 + 8 * library.memory_mb + 16 * slots
+
+
+def _pinned(name: str, library: Library) -> list[str]:
+    try:
+        return library.pinned()
+    except ValueError as fault:
+        raise ValueError(f"env.name={name}: {fault}") from None
 
 
 def _python_in(home: Path) -> Path:
