@@ -10,7 +10,7 @@ jaxagent view     DIR
 jaxagent replay   RUN --step=N [--tolerance=1e-4]
 jaxagent export   --workdir=DIR --to=DIR [--dtype=float32] [--adapter]
 jaxagent env      list | install NAME [--python=PATH] | check NAME | check --config=FILE[:ARG] [--config.KEY=VALUE ...]
-jaxagent swe      --source=DIR|SDIST --to=FILE [--count=N] [--seed=S]
+jaxagent swe      --source SDIST|NAME==VERSION|LIST.txt ... --to=FILE [--count=N] [--seed=S] [--processes=P]
 jaxagent retrieve --corpus=FILE [--port=8000] [--index=DIR]
 """
 
@@ -92,12 +92,14 @@ def parser() -> argparse.ArgumentParser:
     export.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
     export.add_argument("--adapter", action="store_true", help="the low-rank adapters alone, in PEFT's layout")
     _add_env(commands.add_parser("env", help="worlds: which there are, what they need, whether they keep the contract"))
-    swe = commands.add_parser("swe", help="makes tasks of repair from a package with tests; runs the package's code")
-    swe.add_argument("--source", required=True, help="a directory, an sdist, or the directory of a package with tests in it")
+    swe = commands.add_parser("swe", help="makes tasks of repair from packages with tests; runs the packages' code")
+    places = "directories, sdists, NAME==VERSION to fetch one beside the task file, or .txt files with one of these a line"
+    swe.add_argument("--source", required=True, nargs="+", help=places)
     swe.add_argument("--to", required=True, help="the task file, JSONL")
-    swe.add_argument("--count", type=count, default=100, help="tasks at most")
+    swe.add_argument("--count", type=count, default=100, help="tasks of each source at most")
     swe.add_argument("--seed", type=int, default=0, help="of the order in which bugs are tried")
     swe.add_argument("--timeout", dest="timeout_s", type=float, default=120.0, help="seconds, of one run of the tests")
+    swe.add_argument("--processes", type=count, default=1, help="sources that are worked on at once")
     retrieve = commands.add_parser("retrieve", help="serves search in a corpus, as Search-R1's retriever does")
     retrieve.add_argument("--corpus", required=True, help="JSONL: title and text, or contents; and id")
     retrieve.add_argument("--port", type=count, default=8000)

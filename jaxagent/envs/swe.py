@@ -19,8 +19,9 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jaxagent.data.packages import tested
 from jaxagent.data.records import read_records, split_of
-from jaxagent.data.swe import PYTEST_ARGS, tested
+from jaxagent.data.trials import PYTEST_ARGS
 from jaxagent.envs.env import Env, Step, Task
 from jaxagent.toolbox.box import Toolbox
 from jaxagent.toolbox.kit import Workplace

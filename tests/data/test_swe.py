@@ -15,7 +15,9 @@ from package_with_tests import FILES, write
 
 from jaxagent.__main__ import main
 from jaxagent.data.mutants import mutants, patch
-from jaxagent.data.swe import Outcomes, kept, read_package, statement
+from jaxagent.data.packages import read_package
+from jaxagent.data.swe import kept, statement
+from jaxagent.data.trials import Outcomes
 
 
 def changed(source: str) -> dict[str, set[str]]:
