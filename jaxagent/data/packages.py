@@ -121,7 +121,7 @@ def is_test(path: str) -> bool:
     """Whether a path is a test's or what tests need beside them."""
     *folders, name = path.split("/")
     return bool({"tests", "test", "testing"} & set(folders)) or bool(
-        re.fullmatch(r"test_.*\.py|.*_test\.py|conftest\.py", name)
+        re.fullmatch(r"test_.*\.py|.*_test\.py|tests?\.py|conftest\.py", name)
     )
 
 

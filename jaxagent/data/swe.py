@@ -4,7 +4,7 @@
 
 Every row has SWE-bench's fields and is whole in itself: `files` is the tree with its bug, `test_files` are the tests that grade
 it. `patch` is the fix. A bug is kept where at least one test fails by it (FAIL_TO_PASS) and one does not (PASS_TO_PASS), where
-it does so twice, and where less than half of the tests fail. Tests that do not pass twice without a bug are left out of
+it does so twice, and where at most half of the tests fail. Tests that do not pass twice without a bug are left out of
 everything. Nothing of the past is in a row: no history, no version control, and the fix nowhere but in `patch`.
 
 The packages' own code runs here, with and without bugs, under limits of time, memory and file size: take those you trust.
@@ -121,13 +121,12 @@ def make(package: Package, count: int, seed: int, timeout_s: float) -> Made:
 
 
 def _noticed(runner: Runner, reached: frozenset[str], stable: set[str]) -> Outcomes | None:
-    """What all tests say of a tree with a bug, if it makes a task and they say so twice."""
-    glance = runner.outcomes(Run(only=reached, first=True))
-    if glance is None or not reached - glance.passed:
+    """What all tests say of a tree with a bug, if it makes a task, and those that reach it say it twice."""
+    first = runner.outcomes(Run(only=reached))
+    if first is None or not reached - first.passed:
         return None
     outcomes = runner.outcomes()
-    again = runner.outcomes() if kept(outcomes, stable) else None
-    return outcomes if outcomes and again and outcomes.passed == again.passed else None
+    return outcomes if kept(outcomes, stable) and outcomes and outcomes.passed & reached == first.passed else None
 
 
 def _made(source: str, folder: Path, count: int, seed: int, timeout_s: float) -> Made | str:

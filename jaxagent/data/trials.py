@@ -2,7 +2,7 @@
 
 What a run costs is mostly not the tests. So what the tests import from elsewhere is imported once, in the parent; bytecode is
 written once, by the first run, and that of a file goes whenever the file changes, so that none is ever older than its source;
-and a bug is tried first on the tests that ran its lines, up to the first that fails.
+and a bug is tried first on the tests that ran its lines alone.
 """
 
 from __future__ import annotations
@@ -30,8 +30,12 @@ from jaxagent.data.packages import Package, tested
 _MEMORY_BYTES = 4 << 30
 _WRITTEN_BYTES = 16 << 20
 _POLL_S = 0.005
-# Of every installation the same: no plugin, no settings, no cache, no bytecode that could be a bug older than its source.
-PYTEST_ARGS = ("-q", "-p", "no:cacheprovider", "-c", "/dev/null", "--rootdir=.", "--confcutdir=.", "-o", "addopts=")
+# Of every installation the same: no plugin, no settings, no cache. A test file that needs what is not here takes only its own
+# tests away.
+PYTEST_ARGS = (
+    *("-q", "-p", "no:cacheprovider", "-c", "/dev/null", "--rootdir=.", "--confcutdir=.", "-o", "addopts="),
+    "--continue-on-collection-errors",
+)
 
 
 @dataclass
@@ -44,10 +48,9 @@ class Outcomes:
 
 @dataclass(frozen=True)
 class Run:
-    """How the tests are run. Args: only: ids; None for all. first: ends with the first that fails."""
+    """How the tests are run. Args: only: ids; None for all."""
 
     only: frozenset[str] | None = None
-    first: bool = False
     bytecode: bool = False  # is left behind; and modules from elsewhere are told
     lines: bool = False  # are told
 
@@ -145,7 +148,7 @@ class Runner:
         found = _Listener(how)
         if how.lines:
             found.watch({str(self.folder / path): path for path in self.package.sources})
-        self._pytest.main([*PYTEST_ARGS, *(["-x"] if how.first else []), *files], plugins=[found])
+        self._pytest.main([*PYTEST_ARGS, *files], plugins=[found])
         told: dict[str, Any] = {"passed": list(found.passed), "failed": found.failed, "lines": found.told()}
         if how.bytecode:
             ours = str(self.folder)
