@@ -6,7 +6,7 @@ jaxagent eval     --workdir=DIR [--tasks=N] [--rollouts=K] [--split=test] [--tem
 jaxagent generate --checkpoint=DIR --prompt=TEXT [--temperature=T] [--max-tokens=N]
 jaxagent plan     --config=FILE[:ARG] [--topology=v5e:16x16] [--json] [--config.KEY=VALUE ...]
 jaxagent serve    --checkpoint=DIR [--port=8000] [--host=H] [--token-file=F] [--context=N] [--slots=N]
-jaxagent view     DIR
+jaxagent view     DIR [--serve] [--beside=DIR] [--port=P]
 jaxagent replay   RUN --step=N [--tolerance=1e-4]
 jaxagent export   --workdir=DIR --to=DIR [--dtype=float32] [--adapter]
 jaxagent env      list | install NAME [--python=PATH] | check NAME | check --config=FILE[:ARG] [--config.KEY=VALUE ...]
@@ -80,8 +80,13 @@ def parser() -> argparse.ArgumentParser:
     )
     plan.add_argument("--json", action="store_true")
     add_serve(commands.add_parser("serve", help="answers programs that speak OpenAI's or Anthropic's API"))
-    view = commands.add_parser("view", help="writes report.html of a run")
+    view = commands.add_parser("view", help="writes report.html of a run, or serves a page that follows it")
     view.add_argument("workdir")
+    view.add_argument(
+        "--serve", action="store_true", help="on loopback, with every episode; the address that it prints is secret"
+    )
+    view.add_argument("--beside", default="", metavar="DIR", help="with --serve: another run, to compare")
+    view.add_argument("--port", type=int, default=0, help="with --serve; 0 takes a free one")
     replay = commands.add_parser("replay", help="recomputes one training step and names the first stage that differs")
     replay.add_argument("run", help="the workdir of a run")
     replay.add_argument("--step", required=True, type=count, help="of training, from 1")
@@ -183,15 +188,24 @@ def call(command: str, home: Any, overrides: Sequence[str], options: dict[str, A
         name, spec = options["name"], options["config"]
         env = importlib.import_module("jaxagent.config").world_of(spec, overrides) if spec else (name, {})
         return home.report(*env)
+    if command == "view":
+        return _view(home, **options)
     if command == "serve":
         options = serve_options(options, home)
     done = {
         "eval": "report",
-        "view": "write_report",
         "env list": "report_list",
         "env install": "report_install",
     }.get(command, command)
     return getattr(home, done)(**options)
+
+
+def _view(home: Any, workdir: str, serve: bool, beside: str, port: int) -> int:
+    if serve:
+        return int(importlib.import_module("jaxagent.live").watch(workdir, beside, port))
+    if beside or port:
+        raise ValueError("--beside and --port belong to jaxagent view --serve")
+    return int(home.write_report(workdir))
 
 
 if __name__ == "__main__":
