@@ -46,7 +46,7 @@ addEventListener("keydown", () => {
 def episode(rng: random.Random, task: int, rollout: int, skill: float) -> Trajectory:
     """Some calls, one of which may fail, be repeated or be cut short; and an answer."""
     t = Trajectory(f"toy/{task}", task, f"train/{task}", rollout, difficulty=f"{1 + task % 3} hops", seconds=rng.random())
-    t.feed(TEMPLATE.prompt([Message("user", " ".join(rng.choices(WORDS, k=12)))], ()))
+    t.feed(TEMPLATE.prompt([Message("user", " ".join(random.Random(task).choices(WORDS, k=12)))], ()))
     calls = rng.randint(0, 4)
     keys = [str(rng.randint(0, 9)) for _ in range(calls)]
     if calls > 1 and rng.random() < 0.1:

@@ -27,7 +27,7 @@ from urllib.parse import parse_qs, urlsplit
 from jaxagent import badcases, view
 from jaxagent.types import Trajectory
 
-LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _TEXT_CHARS = 3000  # of an episode that can be searched
 _BATCH = 1000  # episodes of one answer
 _POLL_S = 1.0
@@ -46,31 +46,41 @@ class Index:
         self.workdirs = workdirs
         self.rows: list[dict[str, Any]] = []
         self.groups: dict[str, list[dict[str, Any]]] = {}  # what separated their winners from their losers
+        self.faults: list[str] = []  # files that could not be read
         self.reading = True  # for the first time
+        self.epoch = 0  # counts how often the rows were dropped, because a file had been written anew
         self._places: list[tuple[Path, int]] = []
-        self._read: set[Path] = set()
+        self._read: dict[Path, int] = {}
         self._shelves = [view.shelf_of(workdir) for workdir in workdirs]
         self._tools = [False] * len(workdirs)
 
     def update(self) -> int:
-        """Reads the files that have appeared since, and returns how many."""
-        found = [
-            (number, path)
+        """Reads the files that have appeared since, and returns how many. A run that is resumed writes some of them anew."""
+        there = {
+            path: (number, path.stat().st_mtime_ns)
             for number, workdir in enumerate(self.workdirs)
             for path in sorted((workdir / "trajectories").glob("*.jsonl"))
-            if path not in self._read
-        ]
-        for number, path in found:
-            self._read.add(path)
-            self._take(number, path)
+        }
+        if any(path not in there or there[path][1] != written for path, written in self._read.items()):
+            self.epoch += 1
+            self._read, self._places, self.rows, self.groups, self.faults = {}, [], [], {}, []
+        new = [path for path in there if path not in self._read]
+        for path in new:
+            number, self._read[path] = there[path]
+            try:
+                self._take(number, path)
+            except (ValueError, KeyError, TypeError, OSError) as error:
+                self.faults.append(f"{path.name}: {type(error).__name__}: {error}")
         self.reading = False
-        return len(found)
+        return len(new)
 
     def _take(self, number: int, path: Path) -> None:
         label, _, step = path.stem.rpartition("-") if path.stem[-1].isdigit() else (path.stem, "", "0")
+        if not self._tools[number]:
+            with path.open("rb") as lines:
+                self._tools[number] = any(b'"tools": [{' in line for line in lines)
         for name, members in groupby(_lines(path), key=lambda pair: pair[1].group):
             group = list(members)
-            self._tools[number] |= any(turn.tools for _, t in group for turn in t.turns)
             key = f"{number}/{path.stem}/{name}"
             if facts := badcases.separated([t for _, t in group]):
                 self.groups[key] = facts
@@ -92,7 +102,8 @@ class Index:
         """Rows from one on, the total, and the facts of their groups."""
         rows = self.rows[start : start + _BATCH]
         facts = {row["family"]: self.groups[row["family"]] for row in rows if row["family"] in self.groups}
-        return {"rows": rows, "total": len(self.rows), "reading": self.reading, "groups": facts}
+        state = {"total": len(self.rows), "reading": self.reading, "epoch": self.epoch, "faults": self.faults}
+        return {"rows": rows, "groups": facts, **state}
 
     def episode(self, number: int) -> dict[str, Any]:
         """One episode whole, with the texts of its tokens. Raises IndexError where there is none."""
@@ -142,7 +153,7 @@ class Door(BaseHTTPRequestHandler):
         token, _, name = place.path.removeprefix("/").partition("/")
         host = self.headers.get("Host", "")
         own = f"http://{host}"
-        if host.rpartition(":")[0] not in LOOPBACK or self.headers.get("Origin", own) != own:
+        if urlsplit(f"//{host}").hostname not in LOOPBACK or self.headers.get("Origin", own) != own:
             return self._send(403, "text/plain", b"this page answers to itself, on loopback")
         if not hmac.compare_digest(token.encode(), self.server.token.encode()):
             return self._send(
@@ -189,6 +200,11 @@ class LiveServer(ThreadingHTTPServer):
     @property
     def address(self) -> str:
         return f"http://127.0.0.1:{self.server_port}/{self.token}/"
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A browser that goes away before its answer is nothing to tell."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
 
     def follow(self) -> None:
         while True:

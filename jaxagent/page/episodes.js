@@ -25,13 +25,13 @@ function drawDetail(i, families, tasks, surprise, pin) {
   const siblings = families.get(family(t)),
     others = sameTask(t) ? tasks.get(sameTask(t)) : [];
   const most = Math.max(0, ...siblings.flatMap((j) => (ALL[j].turns ?? []).map((turn) => Math.abs(turn.advantage ?? 0))));
-  const chips = (name, list, label) => {
-    const buttons = near(list, i).map((j) => {
+  const chips = (name, list) => {
+    const buttons = list.map(([j, label]) => {
       const button = el(
         "button",
         { type: "button", "aria-current": String(i === j) },
         el("span", { class: tone(ALL[j]) }, "● "),
-        label(ALL[j]),
+        visible(label),
       );
       button.addEventListener("click", () => BROWSER.open(j));
       return button;
@@ -58,16 +58,25 @@ function drawDetail(i, families, tasks, surprise, pin) {
     t.bad?.length ? el("p", { class: "fault small" }, t.bad.join(" · ")) : null,
     drawSeparation(t),
     t.error ? el("p", { class: "fault small" }, visible(t.error)) : null,
-    chips(`group ${visible(t.group)}`, siblings, (sibling) => number(sibling.reward)),
-    chips("same task", others, setName),
+    chips(
+      `group ${visible(t.group)}`,
+      siblings.map((j) => [j, number(ALL[j].reward)]),
+    ),
+    chips("same task", elsewhere(others, i)),
     ...(t.tokens ? drawFlow(t, most, surprise) : [el("p", { class: "soft small" }, "…")]),
   ].filter(Boolean);
 }
 
-// Of a long list those around one of it: a task may have been played hundreds of times.
-function near(list, i) {
-  const at = Math.max(0, Math.min(list.indexOf(i) - 12, list.length - 24));
-  return list.slice(at, at + 24);
+// The same task elsewhere: with every episode at hand one for each step and run, of the same place in its group if there is one.
+function elsewhere(list, i) {
+  if (!RUN.live) return list.map((j) => [j, setName(ALL[j])]);
+  const sets = index(new Map(), list, (j) => setName(ALL[j]));
+  return [...sets].map(([name, places]) => {
+    const members = places.map((place) => list[place]),
+      solved = members.filter((j) => ALL[j].solved).length;
+    const j = members.includes(i) ? i : (members.find((k) => ALL[k].rollout === ALL[i].rollout) ?? members[0]);
+    return [j, `${name}: ${solved} of ${members.length}`];
+  });
 }
 
 // What winners of the episode's group did more, or less, than its losers.
@@ -76,7 +85,7 @@ function drawSeparation(t) {
   if (!facts) return null;
   const told = facts.map(
     ({ fact, winners, losers, chance }) =>
-      `${visible(fact)}: ${number(winners)} of winners, ${number(losers)} of losers${chance % 1 ? "" : ", without exception"}`,
+      `${visible(fact)}: winners ${number(winners)}, losers ${number(losers)}${chance % 1 ? "" : ", without exception"}`,
   );
   return el("p", { class: "small separation" }, el("span", { class: "soft" }, "What separated this group: "), told.join(" · "));
 }
@@ -143,6 +152,7 @@ function drawFilters(changed) {
     search,
     bad: bad.field,
     sets: sets.field,
+    runs: runs.field,
     grow: () => choices.forEach((choice) => choice.grow()),
     clear: () =>
       fields.forEach((field) => {
@@ -254,14 +264,14 @@ function drawBrowser() {
     if (chosen < 0 && rows.length) show(rows[0]);
     else paint();
   };
-  BROWSER.filter = (kind, set) => {
+  BROWSER.filter = (kind, t) => {
     filters.clear();
-    [filters.bad.value, filters.sets.value] = [kind, set];
+    [filters.bad.value, filters.sets.value, filters.runs.value] = [kind, setKey(t), BESIDE ? String(t.run) : ""];
     refresh(-1);
     $("#browse").scrollIntoView();
   };
   const move = (by) => rows.length && show(rows[Math.min(rows.length - 1, Math.max(0, rows.indexOf(chosen) + by))]);
-  listen(list, move, filters.search);
+  listen(list, move, filters.search, () => RUN.live && hold(held.hidden ? chosen : null));
   list.addEventListener("scroll", paint);
   const key = (name) => el("kbd", {}, name);
   const hint = el(
@@ -273,6 +283,7 @@ function drawBrowser() {
     " next, previous · ",
     key("/"),
     " search",
+    RUN.live ? [" · ", key("h"), " hold beside"] : null,
   );
   $("#browse").append(
     el("p", { class: "soft small", id: "told" }, leftOut()),
@@ -283,14 +294,15 @@ function drawBrowser() {
   refresh();
 }
 
-// j, k and / where the episodes are in sight; arrows where the list has the focus.
-function listen(list, move, search) {
+// j, k, h and / where the episodes are in sight; arrows where the list has the focus.
+function listen(list, move, search, hold) {
   document.addEventListener("keydown", (event) => {
     const at = $("#browse").getBoundingClientRect(),
       typing = /INPUT|SELECT|TEXTAREA/.test(event.target.tagName);
     if (typing || event.ctrlKey || event.metaKey || event.altKey || at.top > innerHeight * 0.7 || at.bottom < 0) return;
     const arrows = event.target === list ? { ArrowDown: 1, ArrowUp: -1, PageDown: 10, PageUp: -10, Home: -1e9, End: 1e9 } : {};
     const by = { j: 1, k: -1, ...arrows }[event.key];
+    if (event.key === "h") hold();
     if (by || event.key === "/") event.preventDefault();
     if (by) move(by);
     if (event.key === "/") search.focus();

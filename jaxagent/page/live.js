@@ -48,7 +48,7 @@ function drawCases() {
     if (!count) return el("td", { class: "soft" }, "0");
     const button = el("button", { type: "button", title: `${percent(count / n)} of ${n}` }, count.toLocaleString("en"));
     button.style.background = `color-mix(in srgb, var(--bad) ${Math.round((45 * count) / n)}%, var(--panel))`;
-    button.addEventListener("click", () => BROWSER.filter(kind, setKey(t)));
+    button.addEventListener("click", () => BROWSER.filter(kind, t));
     return el("td", {}, button);
   };
   const head = el("tr", {}, el("th", {}, "set"), kinds.map((kind) => el("th", { title: RUN.kinds[kind] }, kind)), el("th", {}, "episodes"));
@@ -109,7 +109,8 @@ async function follow() {
   let seen = JSON.stringify(RUN.curves) + JSON.stringify(RUN.evaluations);
   for (;;) {
     try {
-      const { rows, total, reading, groups } = await ask(`rows?from=${ALL.length}`);
+      const { rows, total, reading, epoch, faults, groups } = await ask(`rows?from=${ALL.length}`);
+      if (epoch !== RUN.epoch) return location.reload();
       Object.assign(RUN.groups, groups);
       for (const row of rows) ALL.push(row);
       if (rows.length) {
@@ -122,7 +123,8 @@ async function follow() {
         seen = now;
         redraw(run);
       }
-      $("#told").textContent = reading ? "reading …" : run?.finished ? "" : "following the run";
+      const state = reading ? "reading …" : run?.finished ? "" : "following the run";
+      $("#told").textContent = [state, ...faults.map(visible)].filter(Boolean).join(" · ");
       document.body.dataset.episodes = ALL.length;
       if (ALL.length < total) continue;
     } catch (error) {
