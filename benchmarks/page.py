@@ -8,6 +8,7 @@ key event of the browser; its time ends with the second animation frame after it
 import argparse
 import asyncio
 import base64
+import contextlib
 import json
 import random
 import re
@@ -100,6 +101,10 @@ def write_step(folder: Path, step: int, rows: list[Trajectory]) -> None:
         file.write(json.dumps({"step": step, "reward/success": success, "reward/mean": success, "time/rollout_s": 1.0}) + "\n")
 
 
+class Unanswered(Exception):
+    """The browser could not say what it was asked."""
+
+
 class Browser:
     """One page of Chromium, over its DevTools protocol."""
 
@@ -138,7 +143,7 @@ class Browser:
             told = await self.socket.receive_json(timeout=120)
             if told.get("id") == self.number:
                 if "error" in told:
-                    raise RuntimeError(f"{method}: {told['error']}")
+                    raise Unanswered(f"{method}: {told['error']}")
                 return dict(told["result"])
 
     async def value(self, script: str) -> Any:
@@ -149,7 +154,10 @@ class Browser:
 
     async def until(self, script: str, limit_s: float = 240.0) -> None:
         deadline = time.monotonic() + limit_s
-        while not await self.value(script):
+        while True:
+            with contextlib.suppress(Unanswered):  # the page was changing
+                if await self.value(script):
+                    return
             if time.monotonic() > deadline:
                 raise TimeoutError(f"not within {limit_s:g} s: {script}")
             await asyncio.sleep(0.1)

@@ -102,8 +102,19 @@ class Index:
         """Rows from one on, the total, and the facts of their groups."""
         rows = self.rows[start : start + _BATCH]
         facts = {row["family"]: self.groups[row["family"]] for row in rows if row["family"] in self.groups}
-        state = {"total": len(self.rows), "reading": self.reading, "epoch": self.epoch, "faults": self.faults}
+        written = str([path.stat().st_mtime_ns for path in self._figures() if path.is_file()])
+        state = {
+            "written": written,
+            "total": len(self.rows),
+            "reading": self.reading,
+            "epoch": self.epoch,
+            "faults": self.faults,
+        }
         return {"rows": rows, "groups": facts, **state}
+
+    def _figures(self) -> list[Path]:
+        """What `run` reads."""
+        return [workdir / name for workdir in self.workdirs for name in ("metrics.jsonl", "eval.json")]
 
     def episode(self, number: int) -> dict[str, Any]:
         """One episode whole, with the texts of its tokens. Raises IndexError where there is none."""
@@ -130,6 +141,7 @@ class Index:
             "kinds": badcases.KINDS,
             "names": names,
             "beside": others,
+            "epoch": self.epoch,
         }
 
 

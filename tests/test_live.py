@@ -74,10 +74,14 @@ def test_a_step_that_appears_is_told_and_one_written_anew_begins_anew(run: Path)
     assert index.update() == 1
     assert [row["step"] for row in index.since(5)["rows"]] == [2, 2]
     assert index.epoch == 0
+    written = index.since(0)["written"]
+    (run / "eval.json").write_text("{}")
+    assert index.since(0)["written"] != written
     store.write("train-000002", [episode("train/1")])
     os.utime(run / "trajectories" / "train-000002.jsonl", ns=(1, 1))
     assert index.update() == 3
     assert (index.epoch, len(index.rows)) == (1, 6)
+    assert index.run()["epoch"] == index.since(0)["epoch"] == 1  # where they differ, the page is loaded again
 
 
 def test_a_file_that_cannot_be_read_is_told_and_hides_no_other(run: Path) -> None:

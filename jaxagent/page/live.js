@@ -106,10 +106,10 @@ function drawRuns() {
 async function follow() {
   RUN.groups = {};
   drawRuns();
-  let seen = JSON.stringify(RUN.curves) + JSON.stringify(RUN.evaluations);
+  let seen = "";
   for (;;) {
     try {
-      const { rows, total, reading, epoch, faults, groups } = await ask(`rows?from=${ALL.length}`);
+      const { rows, total, reading, epoch, written, faults, groups } = await ask(`rows?from=${ALL.length}`);
       if (epoch !== RUN.epoch) return location.reload();
       Object.assign(RUN.groups, groups);
       for (const row of rows) ALL.push(row);
@@ -117,13 +117,11 @@ async function follow() {
         BROWSER.grow();
         drawCases();
       }
-      const run = ALL.length < total || reading ? null : await ask("run");
-      const now = run && JSON.stringify(run.curves) + JSON.stringify(run.evaluations);
-      if (run && now !== seen) {
-        seen = now;
-        redraw(run);
+      if (ALL.length === total && written !== seen) {
+        redraw(await ask("run"));
+        seen = written;
       }
-      const state = reading ? "reading …" : run?.finished ? "" : "following the run";
+      const state = reading ? "reading …" : RUN.finished ? "" : "following the run";
       $("#told").textContent = [state, ...faults.map(visible)].filter(Boolean).join(" · ");
       document.body.dataset.episodes = ALL.length;
       if (ALL.length < total) continue;
