@@ -156,6 +156,7 @@ def swe(source: Sequence[str], to: str, count: int, seed: int, timeout_s: float,
                 print(f"left out: {made}", file=sys.stderr, flush=True)
                 continue
             file.writelines(row + "\n" for row in made.rows)
+            file.flush()
             done.append(made)
             print(
                 f"{made.name}: {made.stable} tests that pass; {len(made.rows)} tasks of {made.tried} bugs tried, {made.unseen} "
