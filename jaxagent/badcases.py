@@ -62,13 +62,13 @@ def separated(group: Sequence[Trajectory]) -> list[dict[str, Any]]:
         return []
     facts = [[_facts(t) for t in side] for side in sides]
     names = dict.fromkeys(name for side in facts for one in side for name in one)
-    found = []
+    found: list[dict[str, Any]] = []
     for name in names:
         won, lost = ([one.get(name, 0.0) for one in side] for side in facts)
         chance = fmean((a > b) + 0.5 * (a == b) for a in won for b in lost)
         if max(chance, 1 - chance) >= _LEAST:
             found.append({"fact": name, "winners": fmean(won), "losers": fmean(lost), "chance": chance})
-    found.sort(key=lambda one: -abs(float(one["chance"]) - 0.5))
+    found.sort(key=lambda one: -abs(one["chance"] - 0.5))
     return found[:_SEPARATING]
 
 

@@ -22,6 +22,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -141,7 +142,10 @@ def _all(sources: Sequence[str], work: Any, processes: int) -> Iterator[Made | s
     """Every source in a new process, which holds only what its own tests import."""
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(min(processes, len(sources)), context, max_tasks_per_child=1) as pool:
-        yield from pool.map(work, sources)
+        try:
+            yield from pool.map(work, sources)
+        except BrokenProcessPool:
+            raise ValueError("a package's process was killed, maybe for want of memory: fewer --processes need less") from None
 
 
 def swe(source: Sequence[str], to: str, count: int, seed: int, timeout_s: float, processes: int) -> int:
@@ -149,8 +153,10 @@ def swe(source: Sequence[str], to: str, count: int, seed: int, timeout_s: float,
     work = partial(_made, folder=Path(to).parent / "sdists", count=count, seed=seed, timeout_s=timeout_s)
     done: list[Made] = []
     faults: list[str] = []
+    if not (sources := listed(source)):
+        raise ValueError(f"--source={' '.join(source)}: no source stands there")
     with Path(to).open("w", encoding="utf-8") as file:
-        for made in _all(listed(source), work, processes):
+        for made in _all(sources, work, processes):
             if isinstance(made, str):
                 faults.append(made)
                 print(f"left out: {made}", file=sys.stderr, flush=True)

@@ -133,6 +133,9 @@ def test_a_source_that_makes_no_tasks_is_told(
         (tmp_path / "x" / path).write_text(text)
     assert main(["swe", f"--source={tmp_path / 'x'}", f"--to={tmp_path / 't.jsonl'}"]) == 2
     assert said in capsys.readouterr().err
+    (tmp_path / "none.txt").write_text("# nothing\n")
+    assert main(["swe", f"--source={tmp_path / 'none.txt'}", f"--to={tmp_path / 't.jsonl'}"]) == 2
+    assert "no source stands there" in capsys.readouterr().err
     with pytest.raises(ValueError, match="no such directory or archive"):
         read_package(tmp_path / "nowhere")
 
