@@ -29,10 +29,10 @@ def test_a_change_is_seen_though_bytecode_of_the_same_second_and_size_was_there(
     every = named("forth", "back", "none", "longest", "constant")
     for _ in range(2):
         told = runner.outcomes()
-        assert told and told.passed == every
+        assert told and told.passed & every == every
         runner.write(WALK, FILES[WALK].replace("b - a", "a - b"))
         told = runner.outcomes()
-        assert told and told.passed == every - named("forth", "longest")
+        assert told and told.passed & every == every - named("forth", "longest")
         runner.restore(WALK)
     assert list((runner.folder / "src" / "pathlen" / "__pycache__").glob("walk.*"))
 
