@@ -122,7 +122,7 @@ def make(package: Package, count: int, seed: int, timeout_s: float) -> Made:
 
 
 def _passed_elsewhere(package: Package, timeout_s: float) -> set[str]:
-    """The tests that pass in another interpreter and place: some have names that hang on the seed of hashes, or on addresses."""
+    """The tests that pass in another interpreter and place: names of some hang on the seed of hashes, or on addresses."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         return pool.submit(_passed, package, timeout_s).result()
 
