@@ -11,6 +11,7 @@ trajectories appear whole, so each is read once, by a thread of its own, and an 
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import json
 import secrets
@@ -220,7 +221,8 @@ class LiveServer(ThreadingHTTPServer):
 
     def follow(self) -> None:
         while True:
-            self.index.update()
+            with contextlib.suppress(OSError):  # a file that has just gone: the next look sees that
+                self.index.update()
             time.sleep(_POLL_S)
 
 

@@ -4,7 +4,8 @@ const BROWSER = { open: () => {} };
 const ROW = 54; // px, as in the style
 const BESIDE = RUN.beside?.length > 0;
 const runName = (t) => (BESIDE ? (t.run ? "B · " : "A · ") : "");
-const setName = (t) => runName(t) + (t.set === "train" ? `step ${t.step}` : (NAMES[t.set] ?? t.set) + (t.step ? ` ${t.step}` : ""));
+const setName = (t) =>
+  runName(t) + (t.set === "train" ? `step ${t.step}` : (NAMES[t.set] ?? t.set) + (t.step ? ` ${t.step}` : ""));
 const setKey = (t) => (t.step ? `${t.set} ${t.step}` : t.set);
 const family = (t) => JSON.stringify([t.family ?? [t.set, t.step, t.group], t.role]);
 // With every episode at hand a task is met again at other steps and in the run beside; else before and after.
@@ -67,7 +68,7 @@ function drawDetail(i, families, tasks, surprise, pin) {
   ].filter(Boolean);
 }
 
-// The same task elsewhere: with every episode at hand one for each step and run, of the same place in its group if there is one.
+// The same task elsewhere: with every episode at hand one for each step and run, if it can be of the same place in its group.
 function elsewhere(list, i) {
   if (!RUN.live) return list.map((j) => [j, setName(ALL[j])]);
   const sets = index(new Map(), list, (j) => setName(ALL[j]));

@@ -51,9 +51,16 @@ function drawCases() {
     button.addEventListener("click", () => BROWSER.filter(kind, t));
     return el("td", {}, button);
   };
-  const head = el("tr", {}, el("th", {}, "set"), kinds.map((kind) => el("th", { title: RUN.kinds[kind] }, kind)), el("th", {}, "episodes"));
+  const heads = kinds.map((kind) => el("th", { title: RUN.kinds[kind] }, kind));
+  const head = el("tr", {}, el("th", {}, "set"), heads, el("th", {}, "episodes"));
   const body = sets.map((set) =>
-    el("tr", {}, el("td", {}, visible(setName(set.t))), kinds.map((kind) => cell(kind, set)), el("td", {}, set.n.toLocaleString("en"))),
+    el(
+      "tr",
+      {},
+      el("td", {}, visible(setName(set.t))),
+      kinds.map((kind) => cell(kind, set)),
+      el("td", {}, set.n.toLocaleString("en")),
+    ),
   );
   $("#cases").hidden = !ALL.length;
   $("#cases").replaceChildren(
@@ -76,7 +83,8 @@ function drawRuns() {
   if (!BESIDE) return;
   const both = [RUN, RUN.beside[0]];
   const configs = both.map((run) => new Map(leaves(run.config)));
-  const keys = [...new Set(configs.flatMap((config) => [...config.keys()]))].filter((key) => configs[0].get(key) !== configs[1].get(key));
+  const every = [...new Set(configs.flatMap((config) => [...config.keys()]))],
+    keys = every.filter((key) => configs[0].get(key) !== configs[1].get(key));
   const last = (run, name) => run.curves[name]?.findLast(known);
   const names = [...new Set(both.flatMap((run) => Object.keys(run.curves)))];
   const figures = ["before", "after"].map((label) => [label, ...both.map((run) => percent(run.evaluations[label]?.success))]);
@@ -86,6 +94,13 @@ function drawRuns() {
     ...names.map((name) => [`${name}, last`, ...both.map((run) => number(last(run, name)))]),
     ...keys.map((key) => [key, ...configs.map((config) => config.get(key) ?? "—")]),
   ];
+  const heads = ["", ...RUN.names.map((name, i) => `${"AB"[i]} · ${name}`)].map((name) => el("th", {}, visible(name)));
+  const line = (row) =>
+    el(
+      "tr",
+      {},
+      row.map((text, i) => el("td", { class: i && row[1] !== row[2] ? "" : "soft" }, visible(text))),
+    );
   $("#runs").hidden = false;
   $("#runs").replaceChildren(
     el("h2", {}, "Two runs"),
@@ -95,8 +110,8 @@ function drawRuns() {
       el(
         "table",
         {},
-        el("thead", {}, el("tr", {}, ["", ...RUN.names.map((name, i) => `${"AB"[i]} · ${name}`)].map((name) => el("th", {}, visible(name))))),
-        el("tbody", {}, rows.map((row) => el("tr", {}, row.map((text, i) => el("td", { class: i && row[1] !== row[2] ? "" : "soft" }, visible(text)))))),
+        el("thead", {}, el("tr", {}, heads)),
+        el("tbody", {}, rows.map(line)),
       ),
     ),
   );
