@@ -7,11 +7,11 @@ jaxagent eval     --workdir=DIR|--config=FILE[:ARG] --endpoint=URL --model=NAME 
 jaxagent generate --checkpoint=DIR --prompt=TEXT [--temperature=T] [--max-tokens=N]
 jaxagent plan     --config=FILE[:ARG] [--topology=v5e:16x16] [--json] [--config.KEY=VALUE ...]
 jaxagent serve    --checkpoint=DIR [--port=8000] [--host=H] [--token-file=F] [--context=N] [--slots=N]
-jaxagent view     DIR
+jaxagent view     DIR [--serve] [--beside=DIR] [--port=P]
 jaxagent replay   RUN --step=N [--tolerance=1e-4]
 jaxagent export   --workdir=DIR --to=DIR [--dtype=float32] [--adapter]
 jaxagent env      list | install NAME [--python=PATH] | check NAME | check --config=FILE[:ARG] [--config.KEY=VALUE ...]
-jaxagent swe      --source=DIR|SDIST --to=FILE [--count=N] [--seed=S]
+jaxagent swe      --source SDIST|NAME==VERSION|LIST.txt ... --to=FILE [--count=N] [--seed=S] [--processes=P]
 jaxagent retrieve --corpus=FILE [--port=8000] [--index=DIR]
 """
 
@@ -77,8 +77,13 @@ def parser() -> argparse.ArgumentParser:
     )
     plan.add_argument("--json", action="store_true")
     add_serve(commands.add_parser("serve", help="answers programs that speak OpenAI's or Anthropic's API"))
-    view = commands.add_parser("view", help="writes report.html of a run")
+    view = commands.add_parser("view", help="writes report.html of a run, or serves a page that follows it")
     view.add_argument("workdir")
+    view.add_argument(
+        "--serve", action="store_true", help="on loopback, with every episode; the address that it prints is secret"
+    )
+    view.add_argument("--beside", default="", metavar="DIR", help="with --serve: another run, to compare")
+    view.add_argument("--port", type=int, default=0, help="with --serve; 0 takes a free one")
     replay = commands.add_parser("replay", help="recomputes one training step and names the first stage that differs")
     replay.add_argument("run", help="the workdir of a run")
     replay.add_argument("--step", required=True, type=count, help="of training, from 1")
@@ -89,12 +94,14 @@ def parser() -> argparse.ArgumentParser:
     export.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
     export.add_argument("--adapter", action="store_true", help="the low-rank adapters alone, in PEFT's layout")
     _add_env(commands.add_parser("env", help="worlds: which there are, what they need, whether they keep the contract"))
-    swe = commands.add_parser("swe", help="makes tasks of repair from a package with tests; runs the package's code")
-    swe.add_argument("--source", required=True, help="a directory, an sdist, or the directory of a package with tests in it")
+    swe = commands.add_parser("swe", help="makes tasks of repair from packages with tests; runs the packages' code")
+    places = "directories, sdists, NAME==VERSION to fetch one beside the task file, or .txt files with one of these a line"
+    swe.add_argument("--source", required=True, nargs="+", help=places)
     swe.add_argument("--to", required=True, help="the task file, JSONL")
-    swe.add_argument("--count", type=count, default=100, help="tasks at most")
+    swe.add_argument("--count", type=count, default=100, help="tasks of each source at most")
     swe.add_argument("--seed", type=int, default=0, help="of the order in which bugs are tried")
     swe.add_argument("--timeout", dest="timeout_s", type=float, default=120.0, help="seconds, of one run of the tests")
+    swe.add_argument("--processes", type=count, default=1, help="sources that are worked on at once")
     retrieve = commands.add_parser("retrieve", help="serves search in a corpus, as Search-R1's retriever does")
     retrieve.add_argument("--corpus", required=True, help="JSONL: title and text, or contents; and id")
     retrieve.add_argument("--port", type=count, default=8000)
@@ -223,17 +230,26 @@ def call(command: str, home: Any, overrides: Sequence[str], options: dict[str, A
         name, spec = options["name"], options["config"]
         env = importlib.import_module("jaxagent.config").world_of(spec, overrides) if spec else (name, {})
         return home.report(*env)
+    if command == "view":
+        return _view(home, **options)
     if command == "serve":
         options = serve_options(options, home)
     if command == "eval":
         options = {**eval_options(options, home), "overrides": overrides}
     done = {
         "eval": "report",
-        "view": "write_report",
         "env list": "report_list",
         "env install": "report_install",
     }.get(command, command)
     return getattr(home, done)(**options)
+
+
+def _view(home: Any, workdir: str, serve: bool, beside: str, port: int) -> int:
+    if serve:
+        return int(importlib.import_module("jaxagent.live").watch(workdir, beside, port))
+    if beside or port:
+        raise ValueError("--beside and --port belong to jaxagent view --serve")
+    return int(home.write_report(workdir))
 
 
 if __name__ == "__main__":

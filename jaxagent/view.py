@@ -33,7 +33,7 @@ _RESULT_CHARS = 2000  # of a tool's result, whose tokens stand in the row anyway
 _PAIRS = 4  # of a task that failed before and was solved after
 _JOINED = 8  # tokens that may share a character
 _PAGE = Path(__file__).with_name("page")
-_SCRIPTS = ("words", "header", "charts", "time", "dialogue", "tokens", "episodes", "page")
+_SCRIPTS = ("words", "header", "charts", "time", "dialogue", "tokens", "episodes", "live", "page")
 _UNREADABLE = "\ufffd"
 _CURVES = (
     "reward/mean",
@@ -79,6 +79,8 @@ def report(workdir: Path) -> Path:
 def write(run: dict[str, Any]) -> str:
     """The page of what `collect` found."""
     head, tail = _frame()
+    if run.get("live"):  # it may ask whoever sent it, and nobody else
+        head = head.replace("default-src 'none';", "default-src 'none'; connect-src 'self';", 1)
     return head + embed(run) + tail
 
 
@@ -90,26 +92,46 @@ def embed(value: Any) -> str:
 
 def collect(workdir: Path) -> dict[str, Any]:
     """All that the page shows, within PAGE_BYTES."""
-    config = _config(workdir)
-    template, fault = _template(config.get("init_from", ""))
-    records = metrics.read(workdir / "metrics.jsonl")
-    saved = workdir / "eval.json"
-    tables = json.loads(saved.read_text()) if saved.is_file() else {}
+    shelf = shelf_of(workdir)
     files = {path.stem: path for path in sorted((workdir / "trajectories").glob("*.jsonl"))}
-    run: dict[str, Any] = {
-        "config": config,
-        "finished": "after" in tables,
-        "stop": list(template.stop) if template else [],
-        "tokenizer_fault": fault,
-        "validations": sum(label.startswith("valid-") for label in files),
-        **curves(records, config.get("warmup", {}).get("steps", 0)),
-    }
+    run = {**overview(workdir, shelf), "validations": sum(label.startswith("valid-") for label in files)}
     # What is said about the sets is bounded by the number of difficulties; the rest of the slack is for its own digits.
-    shelf = Shelf(template, PAGE_BYTES - len("".join(_frame()).encode()) - len(embed(run)) - 100_000)
-    run |= _evaluations(files, tables, shelf)
+    shelf.room = PAGE_BYTES - len("".join(_frame()).encode()) - len(embed(run)) - 100_000
+    run |= _evaluations(files, _tables(workdir), shelf)
     run |= _training(files, shelf)
     run |= {"trajectories": shelf.items, "vocab": {str(i): text for i, text in sorted(shelf.vocab.items())}}
     return run
+
+
+def shelf_of(workdir: Path) -> Shelf:
+    """An empty shelf without room, with the run's template. Raises ValueError where `workdir` holds no run."""
+    return Shelf(*_template(_config(workdir).get("init_from", "")), 0)
+
+
+def overview(workdir: Path, shelf: Shelf | None = None) -> dict[str, Any]:
+    """What the page says above the episodes: config, curves, the figures of evaluations that are done."""
+    config = _config(workdir)
+    shelf = shelf or shelf_of(workdir)
+    tables = _tables(workdir)
+    records = metrics.read(workdir / "metrics.jsonl")
+    return {
+        "config": config,
+        "finished": "after" in tables,
+        "stop": list(shelf.template.stop) if shelf.template else [],
+        "tokenizer_fault": shelf.fault,
+        "validations": 0,
+        **curves(records, config.get("warmup", {}).get("steps", 0)),
+        "evaluations": {label: _result(tables[label], {}) for label in EVALUATED if label in tables},
+        "pairs": [],
+        "left_out": {},
+        "training": {"steps": 0, "steps_shown": 0, "groups": 0, "groups_left_out": 0},
+    }
+
+
+def _tables(workdir: Path) -> dict[str, Any]:
+    saved = workdir / "eval.json"
+    tables: dict[str, Any] = json.loads(saved.read_text()) if saved.is_file() else {}
+    return tables
 
 
 def _frame() -> tuple[str, str]:
@@ -197,8 +219,9 @@ def _short(value: float) -> float:
 class Shelf:
     """The trajectories that fit into `room` bytes of JSON, and the texts of their tokens."""
 
-    def __init__(self, template: Template | None, room: int):
-        self.template, self.room = template, room
+    def __init__(self, template: Template | None, fault: str, room: int):
+        """Args: fault: why there is no template."""
+        self.template, self.fault, self.room = template, fault, room
         self.items: list[Item] = []
         self.vocab: dict[int, str] = {}
         self._pieces: dict[int, str] = {}
@@ -251,21 +274,7 @@ class Shelf:
         """A trajectory as the page reads it; `logprob` and `version` (run lengths) are those of the sampled tokens."""
         sampled = [i for i, own in enumerate(t.mask) if own]
         return {
-            "set": label,
-            "step": step,
-            "task": t.task,
-            "seed": str(t.seed),  # JavaScript's numbers end at 2**53
-            "group": t.group,
-            "rollout": t.rollout,
-            "role": f"{t.role}, earlier version" * t.past or (f"{t.role}, segment {t.segment + 1}" if t.segment else t.role),
-            "difficulty": t.difficulty,
-            "reward": finite(round(t.reward, 6)),
-            "solved": t.solved,
-            "counts": t.stop.counts,
-            "stop": str(t.stop),
-            "error": t.error,
-            "attempts": t.attempts,
-            "seconds": finite(round(t.seconds, 3)),
+            **about(t, label, step),
             "tokens": t.tokens,
             "joined": self.joined(t.tokens),
             "logprob": [finite(round(t.logprob[i], 4) + 0.0) for i in sampled],
@@ -291,6 +300,27 @@ class Shelf:
         text = {} if self.template else {"text": turn.text}
         kept = {name: value for name, value in {**told, **text}.items() if value}
         return {"start": turn.start, "end": turn.end, "advantage": advantage, **kept}
+
+
+def about(t: Trajectory, label: str, step: int) -> Item:
+    """What can be said of a trajectory without its tokens."""
+    return {
+        "set": label,
+        "step": step,
+        "task": t.task,
+        "seed": str(t.seed),  # JavaScript's numbers end at 2**53
+        "group": t.group,
+        "rollout": t.rollout,
+        "role": f"{t.role}, earlier version" * t.past or (f"{t.role}, segment {t.segment + 1}" if t.segment else t.role),
+        "difficulty": t.difficulty,
+        "reward": finite(round(t.reward, 6)),
+        "solved": t.solved,
+        "counts": t.stop.counts,
+        "stop": str(t.stop),
+        "error": t.error,
+        "attempts": t.attempts,
+        "seconds": finite(round(t.seconds, 3)),
+    }
 
 
 def _evaluations(files: dict[str, Path], tables: dict[str, Any], shelf: Shelf) -> dict[str, Any]:

@@ -133,7 +133,7 @@ def test_token_rows_say_who_wrote_and_how_likely(finished: Path) -> None:
 
 
 def test_bytes_of_one_character_are_joined_and_stray_bytes_are_not(finished: Path) -> None:
-    shelf = view.Shelf(TEMPLATE, 1000)
+    shelf = view.Shelf(TEMPLATE, "", 1000)
     ids = [*"a→é".encode(), 0xE2, 0x86, EOS, 0xFF, *b"z"]
     assert shelf.joined(ids) == [[1, 4, "→"], [4, 6, "é"]]
     assert shelf.piece(0xFF) == "\ufffd"

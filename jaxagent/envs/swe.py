@@ -19,8 +19,9 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jaxagent.data.packages import tested
 from jaxagent.data.records import read_records, split_of
-from jaxagent.data.swe import PYTEST_ARGS, tested
+from jaxagent.data.trials import PYTEST_ARGS
 from jaxagent.envs.env import Env, Step, Task
 from jaxagent.toolbox.box import Toolbox
 from jaxagent.toolbox.kit import Workplace
@@ -130,6 +131,7 @@ class Swe:
 
 def _read(path: str) -> list[dict[str, Any]]:
     found = []
+    shared: dict[str, str] = {}  # a file's text once, however many tasks hold it
     for where, record in read_records(path, _FIELDS):
         try:
             names = {key: json.loads(record[key]) for key in ("FAIL_TO_PASS", "PASS_TO_PASS")}
@@ -143,6 +145,8 @@ def _read(path: str) -> list[dict[str, Any]]:
             )
         if not names["FAIL_TO_PASS"]:
             raise ValueError(f"{path}, {where}: FAIL_TO_PASS is empty: nothing could be repaired")
+        for key in ("files", "test_files"):
+            record[key] = {place: shared.setdefault(text, text) for place, text in record[key].items()}
         found.append({**record, **names})
     return found
 

@@ -168,8 +168,8 @@ function drawCurves() {
     p = (v) => percent(v, 1);
   const marks = [
     ["before", 0, "s2"],
-    ["after", Math.max(1, DONE), "s2"],
-    ["ablated", Math.max(1, DONE), "s1"],
+    ["after", Math.max(1, RUN.steps_done), "s2"],
+    ["ablated", Math.max(1, RUN.steps_done), "s1"],
   ]
     .filter(([label]) => known(EVALS[label]?.success))
     .map(([label, x, cls]) => ({

@@ -2,34 +2,37 @@
 
 const BROWSER = { open: () => {} };
 const ROW = 54; // px, as in the style
-const setName = (t) => (t.set === "train" ? `step ${t.step}` : (NAMES[t.set] ?? t.set));
-const setKey = (t) => (t.set === "train" ? `train ${t.step}` : t.set);
-const family = (t) => JSON.stringify([t.set, t.step, t.group, t.role]);
-const sameTask = (t) => t.set !== "train" && JSON.stringify([t.group, t.rollout, t.role]);
+const BESIDE = RUN.beside?.length > 0;
+const runName = (t) => (BESIDE ? (t.run ? "B · " : "A · ") : "");
+const setName = (t) =>
+  runName(t) + (t.set === "train" ? `step ${t.step}` : (NAMES[t.set] ?? t.set) + (t.step ? ` ${t.step}` : ""));
+const setKey = (t) => (t.step ? `${t.set} ${t.step}` : t.set);
+const family = (t) => JSON.stringify([t.family ?? [t.set, t.step, t.group], t.role]);
+// With every episode at hand a task is met again at other steps and in the run beside; else before and after.
+const sameTask = (t) =>
+  RUN.live ? JSON.stringify([t.task, t.seed, t.role]) : t.set !== "train" && JSON.stringify([t.group, t.rollout, t.role]);
 
-function index(list, key) {
-  const map = new Map();
-  list.forEach((t, i) =>
-    map
-      .set(key(t), map.get(key(t)) ?? [])
-      .get(key(t))
-      .push(i),
-  );
+function index(map, list, key, from = 0) {
+  for (let i = from; i < list.length; i++) {
+    const name = key(list[i]);
+    if (map.has(name)) map.get(name).push(i);
+    else map.set(name, [i]);
+  }
   return map;
 }
 
-function drawDetail(i, families, tasks, surprise) {
+function drawDetail(i, families, tasks, surprise, pin) {
   const t = ALL[i];
   const siblings = families.get(family(t)),
     others = sameTask(t) ? tasks.get(sameTask(t)) : [];
-  const most = Math.max(0, ...siblings.flatMap((j) => ALL[j].turns.map((turn) => Math.abs(turn.advantage ?? 0))));
-  const chips = (name, list, label) => {
-    const buttons = list.map((j) => {
+  const most = Math.max(0, ...siblings.flatMap((j) => (ALL[j].turns ?? []).map((turn) => Math.abs(turn.advantage ?? 0))));
+  const chips = (name, list) => {
+    const buttons = list.map(([j, label]) => {
       const button = el(
         "button",
         { type: "button", "aria-current": String(i === j) },
         el("span", { class: tone(ALL[j]) }, "● "),
-        label(ALL[j]),
+        visible(label),
       );
       button.addEventListener("click", () => BROWSER.open(j));
       return button;
@@ -41,8 +44,8 @@ function drawDetail(i, families, tasks, surprise) {
     t.difficulty,
     `reward ${number(t.reward)}`,
     stopName(t.stop),
-    plural(t.turns.length, "turn"),
-    plural(t.tokens.length, "token"),
+    plural(t.length?.[0] ?? t.turns.length, "turn"),
+    plural(t.length?.[1] ?? t.tokens.length, "token"),
     duration(t.seconds),
     t.attempts > 1 ? `attempt ${t.attempts}` : "",
     `seed ${t.seed}`,
@@ -51,59 +54,107 @@ function drawDetail(i, families, tasks, surprise) {
     .filter(Boolean)
     .map(visible);
   return [
-    el("div", { class: "row spread" }, el("h3", {}, visible(t.task)), el("strong", { class: tone(t) }, outcome(t))),
+    el("div", { class: "row spread" }, el("h3", {}, visible(t.task)), el("strong", { class: tone(t) }, outcome(t)), pin),
     el("p", { class: "soft small" }, facts.join(" · ")),
+    t.bad?.length ? el("p", { class: "fault small" }, t.bad.join(" · ")) : null,
+    drawSeparation(t),
     t.error ? el("p", { class: "fault small" }, visible(t.error)) : null,
-    chips(`group ${visible(t.group)}`, siblings, (sibling) => number(sibling.reward)),
-    chips("same task", others, setName),
-    ...drawFlow(t, most, surprise),
+    chips(
+      `group ${visible(t.group)}`,
+      siblings.map((j) => [j, number(ALL[j].reward)]),
+    ),
+    chips("same task", elsewhere(others, i)),
+    ...(t.tokens ? drawFlow(t, most, surprise) : [el("p", { class: "soft small" }, "…")]),
   ].filter(Boolean);
+}
+
+// The same task elsewhere: with every episode at hand one for each step and run, if it can be of the same place in its group.
+function elsewhere(list, i) {
+  if (!RUN.live) return list.map((j) => [j, setName(ALL[j])]);
+  const sets = index(new Map(), list, (j) => setName(ALL[j]));
+  return [...sets].map(([name, places]) => {
+    const members = places.map((place) => list[place]),
+      solved = members.filter((j) => ALL[j].solved).length;
+    const j = members.includes(i) ? i : (members.find((k) => ALL[k].rollout === ALL[i].rollout) ?? members[0]);
+    return [j, `${name}: ${solved} of ${members.length}`];
+  });
+}
+
+// What winners of the episode's group did more, or less, than its losers.
+function drawSeparation(t) {
+  const facts = RUN.groups?.[t.family];
+  if (!facts) return null;
+  const told = facts.map(
+    ({ fact, winners, losers, chance }) =>
+      `${visible(fact)}: winners ${number(winners)}, losers ${number(losers)}${chance % 1 ? "" : ", without exception"}`,
+  );
+  return el("p", { class: "small separation" }, el("span", { class: "soft" }, "What separated this group: "), told.join(" · "));
+}
+
+// A choice among what there is, which may become more.
+function drawChoice(label, values) {
+  const field = el("select", { "aria-label": label }, el("option", { value: "" }, label)),
+    there = new Set();
+  const grow = () => {
+    for (const [value, text] of values())
+      if (!there.has(value)) {
+        there.add(value);
+        field.append(el("option", { value }, visible(text)));
+      }
+  };
+  grow();
+  return { field, grow };
 }
 
 // The filters: their elements, whether a trajectory passes, and how to let all pass.
 function drawFilters(changed) {
   const unique = (key) => [...new Set(ALL.map(key))].filter(Boolean).sort(natural);
-  const select = (label, values) =>
-    el(
-      "select",
-      { "aria-label": label },
-      el("option", { value: "" }, label),
-      values.map(([value, text]) => el("option", { value }, visible(text))),
-    );
-  const evaluated = Object.keys(NAMES)
-    .filter((name) => ALL.some((t) => t.set === name))
-    .map((name) => [name, NAMES[name]]);
-  const steps = [...new Set(ALL.filter((t) => t.set === "train").map((t) => t.step))].map((step) => [
-    `train ${step}`,
-    `step ${step}`,
-  ]);
-  const sets = select("all sets", [...evaluated, ...(steps.length ? [["train", "all training steps"]] : []), ...steps]);
-  const results = select("any result", [
+  const named = (values) => values.map((value) => [value, value.replaceAll("_", " ")]);
+  const sets = drawChoice("all sets", () => {
+    const found = new Map(ALL.map((t) => [setKey(t), t])),
+      several = [...new Set(ALL.filter((t) => t.step).map((t) => t.set))];
+    const whole = several.map((set) => [set, set === "train" ? "all training steps" : `all of ${set}`]);
+    const each = [...found].sort(([a], [b]) => natural(a, b)).map(([key, t]) => [key, setName(t).replace(/^[AB] · /, "")]);
+    return [...each.filter(([key]) => NAMES[key]), ...whole, ...each.filter(([key]) => !NAMES[key])];
+  });
+  const results = drawChoice("any result", () => [
     ["solved", "solved"],
     ["failed", "failed"],
     ["broken, not counted", "broken"],
   ]);
-  const stops = select(
-    "any stop",
-    unique((t) => t.stop).map((stop) => [stop, stop.replaceAll("_", " ")]),
-  );
-  const levels = select(
-    "any difficulty",
-    unique((t) => t.difficulty).map((name) => [name, name]),
-  );
+  const stops = drawChoice("any stop", () => named(unique((t) => t.stop)));
+  const levels = drawChoice("any difficulty", () => unique((t) => t.difficulty).map((name) => [name, name]));
+  const bad = drawChoice("any case", () => Object.keys(RUN.kinds ?? {}).map((name) => [name, name]));
+  const runs = drawChoice("both runs", () => [
+    ["0", "A"],
+    ["1", "B"],
+  ]);
   const search = el("input", { type: "search", placeholder: "search in text, calls, reasons", "aria-label": "search" });
-  const fields = [sets, results, stops, levels, search];
-  for (const field of fields) field.addEventListener("input", changed);
-  const passes = (t) =>
-    (!sets.value || sets.value === t.set || sets.value === setKey(t)) &&
-    (!results.value || results.value === outcome(t)) &&
-    (!stops.value || stops.value === t.stop) &&
-    (!levels.value || levels.value === t.difficulty) &&
-    (!search.value || plain(t).includes(search.value.toLowerCase()));
+  const choices = [BESIDE ? runs : null, sets, results, stops, levels, RUN.live ? bad : null].filter(Boolean);
+  const fields = [...choices.map(({ field }) => field), search];
+  for (const field of fields) field.addEventListener("input", () => changed());
+  const test = () => {
+    const [run, set, result, stop, level, kind, text] = [runs, sets, results, stops, levels, bad, { field: search }].map(
+      ({ field }) => field.value,
+    );
+    const low = text.toLowerCase();
+    return (t) =>
+      (!run || run === String(t.run)) &&
+      (!set || set === t.set || set === setKey(t)) &&
+      (!result || result === outcome(t)) &&
+      (!stop || stop === t.stop) &&
+      (!level || level === t.difficulty) &&
+      (!kind || t.bad.includes(kind)) &&
+      (!low || plain(t).includes(low));
+  };
   return {
     fields,
-    passes,
+    test,
     search,
+    bad: bad.field,
+    sets: sets.field,
+    runs: runs.field,
+    grow: () => choices.forEach((choice) => choice.grow()),
     clear: () =>
       fields.forEach((field) => {
         field.value = "";
@@ -137,17 +188,19 @@ function drawRow(j, place, count, chosen) {
 }
 
 function drawBrowser() {
-  if (!ALL.length) return $("#browse").append(el("p", { class: "soft" }, leftOut() || "No episodes stored yet."));
-  const families = index(ALL, family),
-    tasks = index(ALL, sameTask),
+  if (!ALL.length && !RUN.live) return $("#browse").append(el("p", { class: "soft" }, leftOut() || "No episodes stored yet."));
+  const families = index(new Map(), ALL, family),
+    tasks = index(new Map(), ALL, sameTask),
     surprise = { on: false };
   const filters = drawFilters(() => refresh());
   const count = el("span", { class: "soft small", role: "status" }),
     tall = el("div", { style: "position: relative" });
   const list = el("div", { id: "list", class: "panel", role: "listbox", tabindex: 0, "aria-label": "Episodes" }, tall);
-  const detail = el("div", { id: "detail", class: "panel" });
+  const detail = el("div", { id: "detail", class: "panel" }),
+    held = el("div", { id: "held", class: "panel", hidden: "" });
   let rows = [],
-    chosen = -1;
+    chosen = -1,
+    indexed = ALL.length;
   const paint = () => {
     // only the rows in sight: there may be thousands
     const from = Math.max(0, Math.floor(list.scrollTop / ROW) - 4),
@@ -155,22 +208,44 @@ function drawBrowser() {
     tall.style.height = rows.length * ROW + "px";
     tall.replaceChildren(...rows.slice(from, to).map((j, k) => drawRow(j, from + k, rows.length, j === chosen)));
   };
-  const refresh = (keep = chosen) => {
-    rows = ALL.map((t, j) => j).filter((j) => filters.passes(ALL[j]));
+  const choose = () => {
+    const passes = filters.test();
+    rows = [];
+    for (let j = 0; j < ALL.length; j++) if (passes(ALL[j])) rows.push(j);
     count.textContent = `${rows.length.toLocaleString("en")} of ${ALL.length.toLocaleString("en")}`;
+  };
+  const refresh = (keep = chosen) => {
+    choose();
     list.scrollTop = 0;
     if (rows.length && !rows.includes(keep)) show(rows[0]);
     paint();
   };
+  const put = (box, j, action, press) => {
+    const button = RUN.live ? el("button", { type: "button", class: "hint" }, action) : null;
+    button?.addEventListener("click", press);
+    const draw = () => box.replaceChildren(...drawDetail(j, families, tasks, surprise, button));
+    draw();
+    if (ALL[j].tokens) return;
+    fetchEpisode(j).then(
+      () => box.shown === j && draw(),
+      (error) => box.shown === j && box.append(el("p", { class: "fault small" }, visible(error.message))),
+    );
+  };
+  const hold = (j) => {
+    held.hidden = j === null;
+    held.shown = j;
+    held.parentNode?.classList.toggle("two", j !== null);
+    if (j !== null) put(held, j, "let go", () => hold(null));
+  };
   const show = (j) => {
-    chosen = j;
+    chosen = detail.shown = j;
     const top = rows.indexOf(j) * ROW;
     if (top < list.scrollTop || top + ROW > list.scrollTop + list.clientHeight)
       list.scrollTop = top - list.clientHeight / 2 + ROW / 2;
     list.setAttribute("aria-activedescendant", "episode" + j);
     paint();
     showTip(null);
-    detail.replaceChildren(...drawDetail(j, families, tasks, surprise));
+    put(detail, j, "hold beside", () => hold(j));
   };
   BROWSER.open = (j) => {
     if (!rows.includes(j)) {
@@ -181,8 +256,23 @@ function drawBrowser() {
     const seen = list.getBoundingClientRect();
     if (seen.top > innerHeight * 0.8 || seen.bottom < 0) $("#browse").scrollIntoView();
   };
+  BROWSER.grow = () => {
+    index(families, ALL, family, indexed);
+    index(tasks, ALL, sameTask, indexed);
+    indexed = ALL.length;
+    filters.grow();
+    choose();
+    if (chosen < 0 && rows.length) show(rows[0]);
+    else paint();
+  };
+  BROWSER.filter = (kind, t) => {
+    filters.clear();
+    [filters.bad.value, filters.sets.value, filters.runs.value] = [kind, setKey(t), BESIDE ? String(t.run) : ""];
+    refresh(-1);
+    $("#browse").scrollIntoView();
+  };
   const move = (by) => rows.length && show(rows[Math.min(rows.length - 1, Math.max(0, rows.indexOf(chosen) + by))]);
-  listen(list, move, filters.search);
+  listen(list, move, filters.search, () => RUN.live && hold(held.hidden ? chosen : null));
   list.addEventListener("scroll", paint);
   const key = (name) => el("kbd", {}, name);
   const hint = el(
@@ -194,24 +284,26 @@ function drawBrowser() {
     " next, previous · ",
     key("/"),
     " search",
+    RUN.live ? [" · ", key("h"), " hold beside"] : null,
   );
   $("#browse").append(
-    el("p", { class: "soft small" }, leftOut()),
+    el("p", { class: "soft small", id: "told" }, leftOut()),
     el("div", { class: "filters" }, filters.fields, count, hint),
-    el("div", { class: "split" }, list, detail),
+    el("div", { class: "split" }, list, detail, held),
   );
   new ResizeObserver(paint).observe(list);
   refresh();
 }
 
-// j, k and / where the episodes are in sight; arrows where the list has the focus.
-function listen(list, move, search) {
+// j, k, h and / where the episodes are in sight; arrows where the list has the focus.
+function listen(list, move, search, hold) {
   document.addEventListener("keydown", (event) => {
     const at = $("#browse").getBoundingClientRect(),
       typing = /INPUT|SELECT|TEXTAREA/.test(event.target.tagName);
     if (typing || event.ctrlKey || event.metaKey || event.altKey || at.top > innerHeight * 0.7 || at.bottom < 0) return;
     const arrows = event.target === list ? { ArrowDown: 1, ArrowUp: -1, PageDown: 10, PageUp: -10, Home: -1e9, End: 1e9 } : {};
     const by = { j: 1, k: -1, ...arrows }[event.key];
+    if (event.key === "h") hold();
     if (by || event.key === "/") event.preventDefault();
     if (by) move(by);
     if (event.key === "/") search.focus();

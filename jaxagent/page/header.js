@@ -1,24 +1,23 @@
 // What the run was, and what came of it.
 
 const NAMES = { before: "before", after: "after", ablated: "without tool results" };
-const WARMUP = RUN.warmup_steps,
-  DONE = RUN.steps_done;
-const TOTAL = Object.values(RUN.seconds).reduce((sum, s) => sum + s, 0);
+const WARMUP = RUN.warmup_steps;
 
 function facts() {
   const c = (path) => at(CONFIG, path),
+    total = Object.values(RUN.seconds).reduce((sum, s) => sum + s, 0),
     list = [],
     add = (name, value) => value && list.push([name, value]);
   add("Algorithm", c("algo.name"));
   if (c("feed.prompts")) add("Each step", `${c("feed.prompts")} tasks × ${c("feed.rollouts")} rollouts`);
   const shape = c("model.layers") && `${c("model.layers")} layers of ${c("model.width")}, from scratch`;
   add("Policy", c("init_from") ? visible(String(c("init_from")).replace(/\/+$/, "").split("/").pop()) : shape);
-  add("Training steps", `${Math.max(0, DONE)}${c("train.steps") ? ` of ${c("train.steps")}` : ""}`);
+  add("Training steps", `${Math.max(0, RUN.steps_done)}${c("train.steps") ? ` of ${c("train.steps")}` : ""}`);
   add("Warm-up", WARMUP ? `${plural(WARMUP, "step")}, supervised` : "none");
   if (c("agent.max_turns"))
     add("Episode", `up to ${plural(c("agent.max_turns"), "turn")}, ${plural(c("agent.max_tokens") ?? 0, "token")}`);
   add("Seed", known(c("seed")) && String(c("seed")));
-  add("Time in steps", TOTAL > 0 && duration(TOTAL));
+  add("Time in steps", total > 0 && duration(total));
   return el(
     "dl",
     { class: "facts" },

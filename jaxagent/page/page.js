@@ -5,6 +5,7 @@ drawCurves();
 drawTime();
 drawPairs();
 drawBrowser();
+if (RUN.live) follow();
 $("footer").append(
   el(
     "details",

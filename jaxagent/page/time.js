@@ -11,6 +11,7 @@ function drawTime() {
     cls = (part) => "t" + Math.min(6, PARTS.indexOf(part) < 0 ? 6 : PARTS.indexOf(part));
   const values = parts.map(() => el("strong")),
     total = el("span", { class: "soft small" }),
+    whole = Object.values(RUN.seconds).reduce((sum, s) => sum + s, 0),
     box = el("div", { class: "area", tabindex: 0, role: "group", "aria-label": "Seconds per step by part" });
   const bar = el(
     "div",
@@ -44,7 +45,7 @@ function drawTime() {
         floor[i] += v;
       });
     });
-    if (WARMUP && DONE > 0)
+    if (WARMUP && RUN.steps_done > 0)
       root.append(
         svg("line", { class: "cross", x1: toX(0), x2: toX(0), y1: 0, y2: toY(0) }),
         svg("text", { x: toX(0) + 6, y: 12 }, "training"),
@@ -53,11 +54,11 @@ function drawTime() {
   };
   const show = (i) => {
     total.textContent =
-      i === null ? `${duration(TOTAL)} in steps` : `${X[i] < 1 ? "warm-up " : ""}step ${stepName(X[i])}: ${duration(sums[i])}`;
+      i === null ? `${duration(whole)} in steps` : `${X[i] < 1 ? "warm-up " : ""}step ${stepName(X[i])}: ${duration(sums[i])}`;
     values.forEach((value, j) => {
       value.textContent =
         i === null
-          ? `${duration(RUN.seconds[parts[j]])} · ${percent(RUN.seconds[parts[j]] / TOTAL, 0)}`
+          ? `${duration(RUN.seconds[parts[j]])} · ${percent(RUN.seconds[parts[j]] / whole, 0)}`
           : duration(columns[j][i]);
     });
   };

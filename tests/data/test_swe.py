@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import tarfile
@@ -15,7 +16,9 @@ from package_with_tests import FILES, write
 
 from jaxagent.__main__ import main
 from jaxagent.data.mutants import mutants, patch
-from jaxagent.data.swe import Outcomes, kept, read_package, statement
+from jaxagent.data.packages import fetch, read_package
+from jaxagent.data.swe import kept, statement
+from jaxagent.data.trials import Outcomes
 
 
 def changed(source: str) -> dict[str, set[str]]:
@@ -71,10 +74,14 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[dict[str, An
     sdist = folder / "pathlen-1.tar.gz"
     with tarfile.open(sdist, "w:gz") as archive:
         archive.add(write(folder / "pathlen-1"), "pathlen-1")
-    command = [f"--source={sdist}", f"--to={folder / 'tasks.jsonl'}", "--count=4", "--timeout=60"]
+    (folder / "empty").mkdir()
+    (folder / "all.txt").write_text(f"# two sources\n{folder / 'empty'}\n{sdist}  # this one is good\n")
+    command = [f"--source={folder / 'all.txt'}", f"--to={folder / 'tasks.jsonl'}", "--count=4", "--timeout=60"]
     done = subprocess.run([sys.executable, "-m", "jaxagent", "swe", *command], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "pathlen: 5 tests that pass, in 1 files" in done.stdout
+    assert "pathlen: 5 tests that pass; 4 tasks of" in done.stdout
+    assert re.search(r"4 tasks of 1 packages, \d+% of the bugs tried, \d+\.\d\d a CPU-second", done.stdout)
+    assert f"left out: {folder / 'empty'}: no tests in it" in done.stderr
     yield [json.loads(line) for line in (folder / "tasks.jsonl").read_text().splitlines()]
 
 
@@ -84,7 +91,9 @@ def test_rows_have_a_bug_that_some_tests_notice_and_nothing_that_tells_it(rows: 
     for row in rows:
         fails, passes = json.loads(row["FAIL_TO_PASS"]), json.loads(row["PASS_TO_PASS"])
         assert fails and passes and not set(fails) & set(passes)
-        assert len(fails) + len(passes) == 5  # the flaky one is in neither
+        assert (
+            len(fails) + len(passes) == 5
+        )  # the flaky one is in neither, nor the one whose name is another in every interpreter
         assert "tests/test_walk.py::test_constant" in passes
         assert set(row["files"]) == set(FILES) - {"tests/test_walk.py"}
         assert row["test_files"] == {"tests/test_walk.py": FILES["tests/test_walk.py"]}
@@ -126,8 +135,20 @@ def test_a_source_that_makes_no_tasks_is_told(
         (tmp_path / "x" / path).write_text(text)
     assert main(["swe", f"--source={tmp_path / 'x'}", f"--to={tmp_path / 't.jsonl'}"]) == 2
     assert said in capsys.readouterr().err
+    (tmp_path / "none.txt").write_text("# nothing\n")
+    assert main(["swe", f"--source={tmp_path / 'none.txt'}", f"--to={tmp_path / 't.jsonl'}"]) == 2
+    assert "no source stands there" in capsys.readouterr().err
     with pytest.raises(ValueError, match="no such directory or archive"):
         read_package(tmp_path / "nowhere")
+
+
+def test_a_pinned_name_that_no_index_has_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    with pytest.raises(ValueError, match=r"pathlen==9: no sdist to be had by -m pip download"):
+        fetch("pathlen==9", tmp_path)
+    (tmp_path / "pathlen-9").mkdir(exist_ok=True)
+    (tmp_path / "pathlen-9" / "pathlen-9.tar.gz").touch()
+    assert fetch("pathlen==9", tmp_path) == tmp_path / "pathlen-9" / "pathlen-9.tar.gz"  # and is not fetched twice
 
 
 def test_an_installed_package_with_its_tests_inside_is_a_tree_of_its_own(tmp_path: Path) -> None:

@@ -15,7 +15,9 @@ from scripted import ScriptedSampler, episode
 from jaxagent.agent import Limits
 from jaxagent.chat.plain import PlainTemplate
 from jaxagent.data.mutants import mutants
-from jaxagent.data.swe import Outcomes, Package, row_of
+from jaxagent.data.packages import Package
+from jaxagent.data.swe import row_of
+from jaxagent.data.trials import Outcomes
 from jaxagent.envs.swe import Swe
 from jaxagent.types import Message, Sampling, StopReason, ToolCall, Trajectory
 from sandbox_client import EmbeddedServer, SandboxClient, SandboxStartError

@@ -1,0 +1,72 @@
+"""Runs of tests: a bug meets the tests that reach it and no other's bytecode, and what does not end is ended."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from package_with_tests import FILES
+
+from jaxagent.data.packages import Package
+from jaxagent.data.trials import Run, Runner, Seen, touching
+
+WALK, TEST = "src/pathlen/walk.py", "tests/test_walk.py"
+
+
+@pytest.fixture(scope="module")
+def runner(tmp_path_factory: pytest.TempPathFactory) -> Runner:
+    package = Package("pathlen", FILES, (TEST,), ("src/pathlen/__init__.py", WALK))
+    made = Runner(package, tmp_path_factory.mktemp("trials") / "tree", timeout_s=60.0)
+    made.warm()
+    return made
+
+
+def named(*names: str) -> set[str]:
+    return {f"{TEST}::test_{name}" for name in names}
+
+
+def test_a_change_is_seen_though_bytecode_of_the_same_second_and_size_was_there(runner: Runner) -> None:
+    every = named("forth", "back", "none", "longest", "constant")
+    for _ in range(2):
+        told = runner.outcomes()
+        assert told and told.passed & every == every
+        runner.write(WALK, FILES[WALK].replace("b - a", "a - b"))
+        told = runner.outcomes()
+        assert told and told.passed & every == every - named("forth", "longest")
+        runner.restore(WALK)
+    assert list((runner.folder / "src" / "pathlen" / "__pycache__").glob("walk.*"))
+
+
+def test_only_the_tests_that_are_asked_for_run(runner: Runner) -> None:
+    told = runner.outcomes(Run(only=frozenset(named("back", "constant"))))
+    assert told and told.passed == named("back", "constant") and not told.failed
+
+
+def test_lines_know_the_tests_that_ran_them(runner: Runner) -> None:
+    lines = runner.lines()
+    stable = named("forth", "back", "none", "longest", "constant")
+    seen = Seen(FILES[WALK], lines[WALK])
+    number = {text.strip(): n for n, text in enumerate(FILES[WALK].splitlines(), 1)}
+    assert touching(seen.by(number["total += a - b"]), stable) == named("back", "longest")
+    assert touching(seen.by(number["best = path"]), stable) == named("longest")
+    assert touching(seen.by(number["def length(points):"]), stable) == stable  # it ran by import
+
+
+def test_a_line_belongs_to_its_statement() -> None:
+    source = (
+        "def f(a):\n    x = g(\n        a,\n        1,\n    )\n    if (\n        a\n    ):\n        return x\n    return 2\n"
+    )
+    seen = Seen(source, {2: {"one"}, 6: {"two"}, 9: {"three"}, 1: {""}})
+    assert [seen.by(line) for line in (3, 4, 7, 9, 10)] == [{"one"}, {"one"}, {"two"}, {"three"}, set()]
+    assert touching(set(), {"a"}) == frozenset() and touching({"a", "flaky"}, {"a", "b"}) == {"a"}
+
+
+def test_a_bug_that_loops_costs_seconds_of_the_processor_and_not_the_whole_limit(runner: Runner) -> None:
+    told = runner.outcomes()
+    assert told and told.passed
+    runner.write(WALK, FILES[WALK].replace("best = None", "while True: pass"))
+    before = time.process_time()
+    told = runner.outcomes()
+    runner.restore(WALK)
+    assert told is not None and told.passed == set()
+    assert time.process_time() - before < 10
