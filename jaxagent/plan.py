@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -31,9 +30,9 @@ from jaxagent.rollout import RolloutOptions
 from jaxagent.sharding import AXES, DeviceMesh
 from jaxagent.topology import (
     CHIPS,
-    Chip,
     EngineShapes,
     active_weights,
+    chip_of,
     devices_of,
     linked_bytes,
     roofline_s,
@@ -88,7 +87,7 @@ class Shapes:
         self.critic = self._learner(of, own, ProcessObjective(self.algorithm) if process else None) if critic else None
         self.engine_options = EngineOptions(**config.engine, record_routing=config.learner.replay_routing)
         self.engine = EngineShapes(self.decoder, self.engine_options, self.replicas[0], self.learner.params)
-        self.chip, self.chip_name, self.limit_bytes = _chip(self.devices[0], topology, len(self.devices))
+        self.chip, self.chip_name, self.limit_bytes = chip_of(self.devices[0], topology, len(self.devices))
 
     def _learner(self, decoder: DecoderConfig, options: LearnerOptions, objective: ProcessObjective | None = None) -> Learner:
         shapes = params_of(nnx.eval_shape(lambda: Decoder(decoder, nnx.Rngs(0))))[1]
@@ -107,19 +106,6 @@ class Shapes:
         a, c = self.algorithm, self.config
         asked = c.train.old_logprob == "trainer" or a.kl_in_loss or a.kl_in_reward or self.critic is not None
         return c.finetune.mode in ("dpo", "rest_mcts") or (asked and not c.finetune.mode)
-
-
-def _chip(device: jax.Device, topology: str, count: int) -> tuple[Chip | None, str, int]:
-    """Its data sheet, its name, and the bytes that programs may use of it."""
-    if topology:
-        name = topology.partition(":")[0]
-        return CHIPS[name], name, int(CHIPS[name].memory_gb * GIB)
-    kind = str(device.device_kind)
-    known = next((name for name in CHIPS if name.lower() in kind.lower().replace(" lite", "e").replace(" ", "")), "")
-    stats = device.memory_stats() or {}
-    here = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // count  # virtual CPU devices share the machine's memory
-    limit = int(stats.get("bytes_limit", 0)) or (int(CHIPS[known].memory_gb * GIB) if known else here)
-    return CHIPS.get(known), known or kind, limit
 
 
 # ---------------------------------------------------------------------- the forecast

@@ -45,6 +45,20 @@ CHIPS = {
     "H200": Chip(989, 141e9 / 2**30, 4800, 900, "NVIDIA H200"),
 }
 
+
+def chip_of(device: jax.Device, topology: str, count: int) -> tuple[Chip | None, str, int]:
+    """Its data sheet, its name, and the bytes that programs may use of it."""
+    if topology:
+        name = topology.partition(":")[0]
+        return CHIPS[name], name, int(CHIPS[name].memory_gb * 2**30)
+    kind = str(device.device_kind)
+    known = next((name for name in CHIPS if name.lower() in kind.lower().replace(" lite", "e").replace(" ", "")), "")
+    stats = device.memory_stats() or {}
+    here = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // count  # virtual CPU devices share the machine's memory
+    limit = int(stats.get("bytes_limit", 0)) or (int(CHIPS[known].memory_gb * 2**30) if known else here)
+    return CHIPS.get(known), known or kind, limit
+
+
 # Read when the compiler is loaded: there is no TPU here to be asked, and none to be used; others may compile meanwhile.
 _ALONE = {
     "TPU_SKIP_MDS_QUERY": "1",
