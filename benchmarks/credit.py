@@ -2,7 +2,9 @@
 
 What is compared stands in credit_corridor.py and credit_maze.py. A line of DIR/runs.jsonl is a run of one method with one
 seed; what is there is not run again, and `--table` only prints. `until` a level is until the mean of five steps reaches it; a
-seed that never arrives counts as all steps, with a >. Intervals are 95 % over the seeds. CPU-s are this process's.
+seed that never arrives counts as all steps, with a >. Intervals are 95 % over the seeds. CPU-s are this process's. Methods of a
+seed share its world and its start, so that their differences are less noisy than they are: these are told too, to GRPO and to
+the turns' PPO.
 """
 
 from __future__ import annotations
@@ -63,6 +65,25 @@ def learning(runs: Sequence[Run], unit: str) -> list[str]:
     return [*cells, interval([float(np.mean(run["success"])) for run in runs], 3)]
 
 
+def print_differences(title: str, runs: Sequence[Run], unit: str) -> None:
+    """What every method spends until 90 % less what GRPO, or the turns' PPO, spends with the same seed, and so for the area."""
+    found: dict[str, dict[int, np.ndarray]] = {}
+    for run in runs:
+        spent = np.cumsum(run[unit]) / 1000
+        both = np.asarray([min(until(run["success"], spent, 0.9), float(spent[-1])), np.mean(run["success"])])
+        found.setdefault(run["method"], {})[run["seed"]] = both
+    against = [method for method in ("grpo", "ppo_turn") if len(found.get(method, {})) > 1]
+    names = [cell for method in against for cell in (f"1000 {unit} to 90 %, less {method}'s", f"area, less {method}'s")]
+    if names:
+        print(f"\n| {title} | seeds | " + " | ".join(names) + " |\n|---|" + "---:|" * (1 + len(names)))
+    for method, of in found.items():
+        shared = [seed for seed in of if all(seed in found[base] for base in against)]
+        if len(shared) > 1 and against:
+            pairs = [np.asarray([of[seed] - found[base][seed] for seed in shared]) for base in against]
+            cells = [interval(difference[:, i], 3 if i else 1) for difference in pairs for i in range(2)]
+            print(f"| {method} | {len(shared)} | " + " | ".join(cells) + " |")
+
+
 def header(title: str, unit: str, *more: str) -> str:
     """The first two lines of a table."""
     spent = [f"{what} to {level} %" for what in ("steps", f"1000 {unit}", "CPU-s") for level in (50, 90)]
@@ -71,16 +92,21 @@ def header(title: str, unit: str, *more: str) -> str:
 
 
 def print_corridor(runs: Sequence[Run], rollouts: int) -> None:
-    """A table per distance, of the runs with so many rollouts in a group; branched ones have their own number."""
+    """Tables per distance, of the runs with so many rollouts in a group; branched ones have their own number.
+
+    Where no episode of the steps that are looked at succeeds, there is no credit to compare: such seeds are left out of it.
+    """
     runs = [run for run in runs if branched(run["method"]) or run["rollouts"] == rollouts]
     for distance in sorted({run["distance"] for run in runs}):
         print(header(f"corridor, distance {distance}", "turns", "correlation", "blame", "noise"))
         for method in credit_corridor.ROWS:
             of = [run for run in runs if (run["distance"], run["method"]) == (distance, method)]
             if of:
-                more = [interval([run[key] for run in of], 2) for key in ("correlation", "blame")]
-                noise = f"{np.median([run['noise'] for run in of]):.1f}"
+                told = [run for run in of if np.isfinite(run["correlation"])] or of
+                more = [interval([run[key] for run in told], 2) for key in ("correlation", "blame")]
+                noise = f"{np.median([run['noise'] for run in told]):.1f}"
                 print(f"| {method} | " + " | ".join([*learning(of, "turns"), *more, noise]) + " |")
+        print_differences(f"corridor, distance {distance}", [run for run in runs if run["distance"] == distance], "turns")
 
 
 def print_maze(world: str, runs: Sequence[Run]) -> None:
@@ -91,6 +117,7 @@ def print_maze(world: str, runs: Sequence[Run]) -> None:
     for method in credit_maze.METHODS:
         if of := [run for run in trained if run["method"] == method]:
             print(f"| {method} | " + " | ".join([*learning(of, "tokens"), interval([run["after"] for run in of], 3)]) + " |")
+    print_differences(f"{world}, {credit_maze.STEPS[world]} steps", trained, "tokens")
     if compared := [run for run in runs if run["method"] == "credit"]:
         success = interval([run["success"] for run in compared], 2)
         print(f"\n| {world}, success {success}, {len(compared)} seeds | correlation | blame | noise |\n|---|---:|---:|---:|")

@@ -390,14 +390,18 @@ def _placed(x: Any, sharding: NamedSharding, dtype: Any = None) -> Any:
 
 
 def _apply(params: Params, opt_state: Any, acc: Any, idle: Array, numbers: Any) -> tuple[Params, Any, dict[str, Array]]:
-    """Divides the gradient and takes the step, unless the gradient is not finite: then nothing changes."""
+    """Divides the gradient and takes the step. Nothing changes where the gradient is not finite or 0 everywhere.
+
+    Where nobody teaches anything, the momentum of earlier gradients would go on moving the weights, into groups that teach
+    nothing either. As LazyAdam does it, but for all weights together: moments are of those gradients that there were.
+    """
     share = jnp.maximum(acc["sums"]["share"] + idle, 1e-9)
     grads = jax.tree.map(lambda g: g / share, acc["grads"])
     updates, moved = adamw(numbers).update(grads, opt_state, params)
     norm = optax.tree.norm(grads)
-    fit = jnp.isfinite(norm)
-    norms = {"grad_norm": norm, "update_norm": optax.tree.norm(updates), "param_norm": optax.tree.norm(params)}
-    norms["skipped"] = 1.0 - fit
+    fit = jnp.isfinite(norm) & (norm > 0)
+    norms = {"grad_norm": norm, "update_norm": jnp.where(norm > 0, optax.tree.norm(updates), 0.0)}
+    norms |= {"param_norm": optax.tree.norm(params), "skipped": 1.0 - jnp.isfinite(norm)}
     both = (optax.apply_updates(params, updates), moved), (params, opt_state)
     params, opt_state = jax.tree.map(lambda new, old: jnp.where(fit, new, old), *both)
     return params, opt_state, norms

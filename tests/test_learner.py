@@ -440,6 +440,19 @@ def test_a_gradient_that_is_not_finite_updates_nothing_and_is_counted(learner: C
     assert after["policy/skipped"] == 0.0
 
 
+def test_where_nobody_teaches_nothing_moves(learner: Callable[..., Learner]) -> None:
+    """Momentum alone has walked a policy away from all successes while every group failed alike."""
+    trainer = learner("reinforce")
+    gradient(trainer, packs(random_rows(3)))
+    before = jax.device_get(trainer.state())
+    metrics = trainer.apply(idle_share=3.0)
+    assert (metrics["policy/grad_norm"], metrics["policy/update_norm"], metrics["policy/skipped"]) == (0.0, 0.0, 0.0)
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(trainer.state()), before)
+    assert trainer.updates == 2  # the rate goes by the steps of the plan
+    _, after = gradient(trainer, packs(random_rows(3)))
+    assert after["policy/update_norm"] > 0
+
+
 # ---------------------------------------------------------------------- what cannot work is refused
 
 

@@ -37,7 +37,7 @@ def test_what_is_there_is_not_run_again(credit: Any, tmp_path: Path, capsys: pyt
     told = capsys.readouterr()
     assert [line.split(":")[0] for line in told.err.splitlines()] == ["corridor 2 grpo 1 8", "corridor 2 exact 1 8"]
     assert (tmp_path / "runs.jsonl").read_text().startswith(first)
-    rows = {line.split(" | ")[0]: line.strip("| ").split(" | ") for line in told.out.splitlines() if "±" in line}
+    rows = {line.split(" | ")[0]: line.strip("| ").split(" | ") for line in told.out.splitlines() if line.count("±") > 4}
     assert rows["| exact"][8:11] == ["0.957 ± 0.012", "1.00 ± 0.00", "1.00 ± 0.00"]
     assert float(rows["| grpo"][9].split()[0]) < 0.5
 
@@ -63,6 +63,19 @@ def test_runs_with_other_groups_are_other_runs_and_a_torn_line_is_run_again(
     assert told(lines[0][:30], "--rollouts=2")[1] == ["corridor 2 grpo 0 2"]
     assert path.read_text().splitlines()[:2] == lines
     assert json.loads(path.read_text().splitlines()[2])["rollouts"] == 2
+
+
+def test_methods_are_compared_seed_by_seed(credit: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    late, soon = [[0.0] * n + [1.0] * (20 - n) for n in (9, 5)]
+    runs = [
+        {"method": method, "seed": seed, "success": late if method == "grpo" else soon, "turns": [1000 * (seed + 1)] * 20}
+        for seed in (0, 1)
+        for method in ("grpo", "gigpo, F = 1")
+    ]
+    credit.print_differences("ring", [*runs, {**runs[0], "method": "exact"}], "turns")
+    title, _, *rows = capsys.readouterr().out.strip().splitlines()
+    assert title == "| ring | seeds | 1000 turns to 90 %, less grpo's | area, less grpo's |"
+    assert rows == ["| grpo | 2 | 0.0 ± 0.0 | 0.000 ± 0.000 |", "| gigpo, F = 1 | 2 | -6.0 ± 25.4 | 0.200 ± 0.000 |"]
 
 
 @pytest.mark.parametrize(("seeds", "t"), [(2, 12.706), (7, 2.447), (9, 2.306), (11, 2.228), (31, 2.042), (50, 2.042)])
