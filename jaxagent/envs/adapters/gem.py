@@ -1,4 +1,4 @@
-"""GEM: its games, which read an answer in a \\boxed{} of the policy's turn. They draw from Python's and numpy's one generator."""
+"""GEM: games that read an answer in a \\boxed{} of the policy's turn and draw from Python's and numpy's one generator."""
 
 import random
 from collections.abc import Callable

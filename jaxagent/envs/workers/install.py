@@ -55,6 +55,15 @@ LIBRARIES = {
         variables=("JAVA_HOME", "JAVA_TOOL_OPTIONS"),
     ),
     "crafter": Library(("crafter==1.8.3",), ("crafter",), memory_mb=60),
+    # The planner comes as source: pip builds it with cmake, make and a compiler for C++, which takes a core half an hour.
+    "alfworld": Library(
+        ("alfworld==0.4.2", "textworld[pddl]==1.7.0", "fast-downward-textworld==20.6.4"),
+        ("alfworld", "textworld", "fast_downward"),
+        ("3.11",),
+        memory_mb=200,
+    ),
+    # Its own metadata end at 3.12.0, and it pins another version of Reasoning Gym.
+    "gem": Library(("gem-llm==0.1.0",), ("gem",), ("3.11",), apart=True, memory_mb=200, variables=("NLTK_DATA",)),
 }
 
 
