@@ -29,6 +29,8 @@ class Library:
         memory_mb: of a worker with one world.
         reserves: it takes far more address space than memory, so that no limit on that can be set.
         variables: of the environment, that its workers are given beside those of every worker.
+        start_s: for it to be imported.
+        confined: it runs programs that the policy wrote, so that its workers run inside the locks of the sandbox.
     """
 
     requirements: tuple[str, ...]
@@ -39,6 +41,8 @@ class Library:
     memory_mb: int = 110
     reserves: bool = False
     variables: tuple[str, ...] = ()
+    start_s: float = 120.0
+    confined: bool = False
 
 
 LIBRARIES = {
@@ -64,6 +68,10 @@ LIBRARIES = {
     ),
     # Its own metadata end at 3.12.0, and it pins another version of Reasoning Gym.
     "gem": Library(("gem-llm==0.1.0",), ("gem",), ("3.11",), apart=True, memory_mb=200, variables=("NLTK_DATA",)),
+    # It pins transformers of last year, and takes twenty seconds of a core to import.
+    "debug_gym": Library(
+        ("debug-gym==1.3.0",), ("debug_gym",), ("3.12", "3.13"), apart=True, memory_mb=400, start_s=600.0, confined=True
+    ),
 }
 
 
