@@ -13,7 +13,8 @@ _LONGEST = 4000  # letters of a turn that are read, its last ones: no number amo
 
 class World:
     def __init__(self, game: str, strict: bool):
-        self.kind, self.strict, self.luck = game.partition("-")[0], strict, None
+        self.kind, self.strict = game.partition("-")[0], strict
+        self.luck: Any = None
         with Luck(self):
             self.game = gem.make(f"game:{game}")
 
