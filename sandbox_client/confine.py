@@ -4,8 +4,8 @@
         '{"readable": [...], "path": "/usr/bin:/bin", "memory_mb": 4096}' PROGRAM ARGUMENTS...
 
 The program has the locks of level L2: a private tree that shows what is `readable` and nothing else, no network, no process of
-the host, one writable place. Standard streams are passed on, a socket among them, and nothing else. It ends with this process.
-Where the machine does not give the lock, nothing is run, and standard error says why.
+the host, one writable place. Standard streams are passed on, a socket among them, and nothing else. It ends with this process,
+and this with the thread that started it. Where the machine does not give the lock, nothing is run, and standard error says why.
 """
 
 import json
@@ -19,7 +19,7 @@ from .pool import readable_paths
 if sys.platform == "linux":
     from . import jail
 
-_UID = 64124  # for a program that root starts
+_UID = 64130  # for a program that root starts: none of the server's own
 
 
 def main() -> None:
@@ -42,6 +42,7 @@ def run(config: dict[str, object], command: list[str]) -> int:
     limits = Limits(memory_bytes=memory_bytes, processes=256, disk_bytes=512 << 20, inodes=65536, open_files=1024, cpu_s=10**6)
     readable = [*readable_paths(), *map(str, config["readable"] if isinstance(config["readable"], list) else ())]
     lock = jail.Namespaced(list(dict.fromkeys(readable)), limits, _UID if user_id() == 0 else None, None)
+    jail.die_with_parent()
     jail.set_shared_limits(limits, bounded=False)
     pid = lock.fork(0)
     if pid == 0:

@@ -59,7 +59,7 @@ LIBRARIES = {
         variables=("JAVA_HOME", "JAVA_TOOL_OPTIONS"),
     ),
     "crafter": Library(("crafter==1.8.3",), ("crafter",), memory_mb=60),
-    # The planner comes as source: pip builds it with cmake, make and a compiler for C++, which takes a core half an hour.
+    # The planner comes as source, 71 files of C++, which pip builds with cmake, make and a compiler.
     "alfworld": Library(
         ("alfworld==0.4.2", "textworld[pddl]==1.7.0", "fast-downward-textworld==20.6.4"),
         ("alfworld", "textworld", "fast_downward"),
