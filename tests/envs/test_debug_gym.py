@@ -69,8 +69,13 @@ def said(step: Step) -> str:
 
 def test_a_planted_bug_is_repaired_for_one_and_nothing_of_it_is_left_for_the_next_episode(tasks: str) -> None:
     world = made(debug_gym.make_world, path=tasks, tools=("bash", "view", "edit", "eval", "submit"))
-    mess = call("bash", command="while :; do echo x > ~/beat; sleep 0.1; done & echo x > ~/mine; ls /work /etc/shadow")
-    cheat = call("bash", command="echo 'def test_add(): pass' > tests/test_add.py; echo 'collect_ignore=[]' > conftest.py")
+    mess = call(
+        "bash",
+        command="while :; do echo x > ~/beat; sleep 0.1; done & mkdir -p ~/shut/in; chmod 0 ~/shut; ls /work /etc/shadow",
+    )
+    cheat = call(
+        "bash", command="echo 'def test_add(): pass' > tests/test_add.py; touch conftest.py; : > ~/../tmp/source-*.tests"
+    )
     repair = call("edit", path="adder.py", start=5, end=5, new_code="    return a + b")
     steps = played(world, 0, [mess, call("view", path="adder.py"), cheat, call("eval"), repair, call("submit")])
     assert "Sums are wrong." in said(steps[0]) and "1 failed, 1 passed" in said(steps[0])

@@ -58,13 +58,16 @@ LocalTerminal.run = run
 
 
 class Repository(LocalEnv):
-    """Before the tests are run they are put as they were, and settings of the policy's own are taken away."""
+    """Before a run the tests and their list are put as they were, settings of the policy's own are taken away, and what it left
+    running is ended."""
 
-    def __init__(self, kept: dict[str, str], **options: Any):
-        super().__init__(**options)
-        self.kept = kept
+    def __init__(self, kept: dict[str, str], asked: Path, names: list[str], **options: Any):
+        super().__init__(entrypoint=f"python -m pytest -q -p no:cacheprovider @{asked}", **options)
+        self.kept, self.asked, self.names = kept, asked, names
 
     def eval(self, **kwargs: Any) -> Any:
+        end_others()
+        put(self.asked, "\n".join(self.names))
         root = Path(self.working_dir)
         for place in [place for place in root.rglob("*") if place.name in _SETTINGS]:
             if str(place.relative_to(root)) not in self.kept:
@@ -86,16 +89,14 @@ class World:
         source = Path(tempfile.mkdtemp(prefix="source-"))
         for name, text in {**task["files"], **task["test_files"]}.items():
             put(source / name, text)
-        asked = source.with_name(f"{source.name}.tests")
-        asked.write_text("\n".join([*task["FAIL_TO_PASS"], *task["PASS_TO_PASS"]]))
+        asked, names = source.with_name(f"{source.name}.tests"), [*task["FAIL_TO_PASS"], *task["PASS_TO_PASS"]]
         (source / ".debugreadonly").write_text("\n".join(task["test_files"]))
         path = os.pathsep.join(task.get("roots") or ["."])
         terminal = LocalTerminal(env_vars={"PYTHONPATH": path, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"})
-        entry = f"python -m pytest -q -p no:cacheprovider @{asked}"
-        options = {"run_timeout": int(self.timeout_s), "max_score": 1}
+        options = {"path": str(source), "terminal": terminal, "run_timeout": int(self.timeout_s), "max_score": 1}
         settings = {name: text for name, text in task["files"].items() if Path(name).name in _SETTINGS}
         kept = {**settings, **task["test_files"]}
-        self.env = Repository(kept, path=str(source), terminal=terminal, entrypoint=entry, **options)
+        self.env = Repository(kept, asked, names, **options)
         for name in self.tools:
             self.env.add_tool(Toolbox.get_tool(name))
         info = self.env.reset()
@@ -140,6 +141,7 @@ def put(place: Path, text: str) -> None:
 
 def remove(place: Path) -> None:
     if place.is_dir() and not place.is_symlink():
+        subprocess.run(["chmod", "-R", "u+rwx", "--", str(place)], stderr=subprocess.DEVNULL, check=False)
         shutil.rmtree(place, ignore_errors=True)
     else:
         place.unlink(missing_ok=True)
