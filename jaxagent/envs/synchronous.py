@@ -222,6 +222,7 @@ class Served:
         if timeout_s <= 0:
             raise ValueError(f"env.options.timeout_s must be positive, got {timeout_s}")
         self.name, self.describe, self.rules, self.tools = name, describe, rules, tuple(tools)
+        library = install.library_of(name)
         self.kind = Kind(
             name=name,
             python=install.python_of(name),
@@ -231,7 +232,9 @@ class Served:
             slots=slots,
             timeout_s=timeout_s,
             address_mb=install.address_mb(name, slots),
-            variables=install.library_of(name).variables,
+            variables=library.variables,
+            start_s=library.start_s,
+            confined=library.confined,
         )
         self.sizes: dict[str, int] = {}  # of splits that are not without end
         self.examples: tuple[str, ...] = ()  # actions, for a checker that has no demonstrations

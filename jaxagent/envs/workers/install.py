@@ -32,6 +32,8 @@ class Library:
         reserves: it takes far more address space than memory, so that no limit on that can be set.
         variables: of the environment, that its workers are given beside those of every worker.
         browser: it drives the browser of the system.
+        start_s: for it to be imported.
+        confined: it runs programs that the policy wrote, so that its workers run inside the locks of the sandbox.
     """
 
     requirements: tuple[str, ...]
@@ -43,6 +45,8 @@ class Library:
     reserves: bool = False
     variables: tuple[str, ...] = ()
     browser: bool = False
+    start_s: float = 120.0
+    confined: bool = False
 
     def pinned(self) -> list[str]:
         """The requirements here. Raises ValueError where a browser is needed and there is none."""
@@ -85,6 +89,18 @@ LIBRARIES = {
         reserves=True,
         variables=(*(f"WA_{site}" for site in _WEB_ARENA), "NLTK_DATA"),
         browser=True,
+    # The planner comes as source, 71 files of C++, which pip builds with cmake, make and a compiler.
+    "alfworld": Library(
+        ("alfworld==0.4.2", "textworld[pddl]==1.7.0", "fast-downward-textworld==20.6.4"),
+        ("alfworld", "textworld", "fast_downward"),
+        ("3.11",),
+        memory_mb=200,
+    ),
+    # Its own metadata end at 3.12.0, and it pins another version of Reasoning Gym.
+    "gem": Library(("gem-llm==0.1.0",), ("gem",), ("3.11",), apart=True, memory_mb=200, variables=("NLTK_DATA",)),
+    # It pins transformers of last year, and takes twenty seconds of a core to import.
+    "debug_gym": Library(
+        ("debug-gym==1.3.0",), ("debug_gym",), ("3.12", "3.13"), apart=True, memory_mb=400, start_s=600.0, confined=True
     ),
 }
 

@@ -27,6 +27,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import sandbox_client
+
 PROGRAM = Path(__file__).with_name("program.py")
 _MOST_BYTES = 64 << 20  # of one answer
 _LOG_BYTES = 4 << 20  # that a worker may have written to its standard streams
@@ -55,6 +57,7 @@ class Kind:
         start_s: for the library to be imported.
         address_mb: address space of a worker; 0 is no limit.
         variables: of the trainer's environment, that a worker gets beside `VARIABLES`.
+        confined: a worker runs programs that the policy wrote, and so inside the locks of the sandbox.
     """
 
     name: str
@@ -67,6 +70,7 @@ class Kind:
     start_s: float = 120.0
     address_mb: int = 0
     variables: tuple[str, ...] = ()
+    confined: bool = False
 
 
 class Worker:
@@ -150,6 +154,8 @@ class Worker:
         # Absolute, since the worker stands in a folder of its own, and not resolved: a virtual environment's Python is a link.
         python, program, adapter = (str(path.absolute()) for path in (kind.python, PROGRAM, kind.adapter))
         command = [python, "-P", program, adapter, json.dumps(kind.options), str(kind.address_mb)]
+        if kind.confined:
+            command = [*confinement_of(kind), *command]
         try:
             self._process = subprocess.Popen(
                 command,
@@ -242,6 +248,19 @@ def environment_of(kind: Kind) -> dict[str, str]:
     given = {name: value for name, value in os.environ.items() if name in names or name.startswith(PREFIXES)}
     # One thread each: there are as many workers as cores, and every thread reserves address space.
     return {**given, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+
+
+def confinement_of(kind: Kind) -> list[str]:
+    """The command behind which a worker runs locked: it reads its interpreter, the program and the adapter."""
+    home, base = kind.python.absolute().parents[1], kind.python.resolve().parents[1]
+    about = {
+        "readable": [str(path) for path in (home, home.resolve(), base, PROGRAM, kind.adapter)],
+        "path": f"{home / 'bin'}:/usr/local/bin:/usr/bin:/bin",
+        "memory_mb": kind.address_mb or 8192,
+    }
+    root = str(Path(sandbox_client.__file__).absolute().parents[1])
+    start = f"import sys; sys.path.insert(0, {root!r}); from sandbox_client.confine import main; main()"
+    return [sys.executable, "-P", "-c", start, json.dumps(about)]
 
 
 def _last_words(log: Any) -> str:

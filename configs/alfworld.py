@@ -1,0 +1,31 @@
+"""ALFWorld with the settings of GiGPO (arXiv:2505.10978): 16 tasks of 8 rollouts, 50 commands, KL to the reference.
+
+jaxagent train --config=configs/alfworld.py --config.init_from=CHECKPOINT_DIR --workdir=DIR
+
+Needs `jaxagent env install alfworld`. What is not as it is there: the games, which are made here (see the world); the prompt,
+which shows the whole dialogue and not the last two observations; and a command that is none costs nothing.
+"""
+
+from ml_collections import ConfigDict
+from text_world import get_config as text_world
+from text_world import shortened
+
+
+def get_config(arg: str = "") -> ConfigDict:
+    """Args: arg: "runlocal" gives a run of seconds that touches every part."""
+    c = text_world()
+    c.env.name = "alfworld"
+    c.env.options = ConfigDict({"rules": True, "chores": ("place", "look", "clean", "heat", "cool", "two")})
+    c.agent.max_turns = 50
+    c.agent.max_tokens = c.engine.slot_tokens = c.learner.row_tokens = 32768
+    c.sampling.max_tokens = 512
+    c.algo.name = "gigpo"
+    c.algo.kl, c.algo.kl_coef = "k3_loss", 0.01
+    c.optimizer.lr = c.optimizer.lr_final = 1e-6
+    c.train.steps = 150
+    c.feed.prompts, c.feed.rollouts = 16, 8
+    if arg != "runlocal":
+        return c
+    c = shortened(c, 4096)
+    c.algo.name = "gigpo"
+    return c

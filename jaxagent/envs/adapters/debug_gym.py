@@ -1,0 +1,151 @@
+"""debug-gym: a repository with a bug, its tools, its tests. What the policy writes is run: only for a worker that is locked.
+
+An episode happens in this process's own pid namespace, as the same user: between episodes whatever still runs is killed, and
+whatever was written is removed.
+"""
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from debug_gym.gym.envs.local import LocalEnv
+from debug_gym.gym.terminals.local import LocalTerminal
+from debug_gym.gym.tools import Toolbox
+from debug_gym.gym.tools.tool import ToolCall
+
+# Files by which a tree tells pytest and Python what to do.
+_SETTINGS = {"conftest.py", "pytest.ini", ".pytest.ini", "tox.ini", "setup.cfg", "pyproject.toml", "sitecustomize.py"}
+_SETTINGS |= {"usercustomize.py", "pytest.py"}
+_MOST = 20_000  # letters of an observation
+_READ = 4 << 20  # bytes of what a command wrote
+
+
+def run(
+    self: Any, entrypoint: str | list[str], timeout: int | None = None, raises: bool = False, strip_output: bool = True
+) -> tuple[bool, str]:
+    """In place of the library's own, which waits as long as anything that a command left behind holds its pipes."""
+    limit_s = timeout if timeout is not None else self.command_timeout
+    with tempfile.TemporaryFile() as output:
+        process = subprocess.Popen(
+            self.prepare_command(entrypoint),
+            env=self.env_vars,
+            cwd=self.working_dir,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        late = ""
+        try:
+            process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            late = f"Command timed out after {limit_s} seconds\n"
+        output.seek(0)
+        text = late + output.read(_READ).decode(errors="replace")
+    if raises and process.returncode:
+        raise ValueError(f"Failed to run command: {entrypoint}")
+    return process.returncode == 0, text.strip("\r\n") if strip_output else text
+
+
+LocalTerminal.run = run
+
+
+class Repository(LocalEnv):
+    """Before a run the tests and their list are put as they were, settings of the policy's own are taken away, and what it left
+    running is ended."""
+
+    def __init__(self, kept: dict[str, str], asked: Path, names: list[str], **options: Any):
+        super().__init__(entrypoint=f"python -m pytest -q -p no:cacheprovider @{asked}", **options)
+        self.kept, self.asked, self.names = kept, asked, names
+
+    def eval(self, **kwargs: Any) -> Any:
+        end_others()
+        put(self.asked, "\n".join(self.names))
+        root = Path(self.working_dir)
+        for place in [place for place in root.rglob("*") if place.name in _SETTINGS]:
+            if str(place.relative_to(root)) not in self.kept:
+                remove(place)
+        for name, text in self.kept.items():
+            put(root / name, text)
+        return super().eval(**kwargs)
+
+
+class World:
+    def __init__(self, tools: list[str], timeout_s: float):
+        if os.getpid() != 1:
+            raise RuntimeError("debug-gym runs what the policy wrote: only a confined worker may play it")
+        self.tools, self.timeout_s = tools, timeout_s
+        self.env: Any = None
+
+    def reset(self, task: dict[str, Any], seed: int) -> dict[str, Any]:
+        self.close()
+        source = Path(tempfile.mkdtemp(prefix="source-"))
+        for name, text in {**task["files"], **task["test_files"]}.items():
+            put(source / name, text)
+        asked, names = source.with_name(f"{source.name}.tests"), [*task["FAIL_TO_PASS"], *task["PASS_TO_PASS"]]
+        (source / ".debugreadonly").write_text("\n".join(task["test_files"]))
+        path = os.pathsep.join(task.get("roots") or ["."])
+        terminal = LocalTerminal(env_vars={"PYTHONPATH": path, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"})
+        options = {"path": str(source), "terminal": terminal, "run_timeout": int(self.timeout_s), "max_score": 1}
+        settings = {name: text for name, text in task["files"].items() if Path(name).name in _SETTINGS}
+        kept = {**settings, **task["test_files"]}
+        self.env = Repository(kept, asked, names, **options)
+        for name in self.tools:
+            self.env.add_tool(Toolbox.get_tool(name))
+        info = self.env.reset()
+        self.score = int(info.score)
+        return {"text": "\n".join([task["problem_statement"], *(seen.observation for seen in info.all_observations)])[:_MOST]}
+
+    def step(self, action: dict[str, Any]) -> dict[str, Any]:
+        call = ToolCall(id="call", name=action["name"], arguments=action["arguments"])
+        info = self.env.step(call)
+        gained, self.score = int(info.score) - self.score, int(info.score)
+        text = "\n".join(seen.observation for seen in info.all_observations)[:_MOST]
+        done = bool(info.terminated) or action["name"] == "submit"
+        reason = "all tests pass" if info.resolved else "handed in with failing tests" if done else ""
+        return {"text": text, "reward": float(gained), "done": done, "reason": reason}
+
+    def close(self) -> None:
+        if self.env is not None:
+            self.env.close()
+            self.env = None
+        end_others()
+        for folder in {os.environ["HOME"], os.environ["TMPDIR"]}:
+            for place in Path(folder).iterdir():
+                remove(place)
+
+
+def end_others() -> None:
+    """Kills every other process of this namespace, which is all that earlier episodes have started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(-1, signal.SIGKILL)
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            os.waitpid(-1, 0)
+
+
+def put(place: Path, text: str) -> None:
+    """Writes a file, whatever the policy has put in its place."""
+    if place.is_symlink() or place.is_dir():
+        remove(place)
+    place.parent.mkdir(parents=True, exist_ok=True)
+    place.write_text(text)
+
+
+def remove(place: Path) -> None:
+    if place.is_dir() and not place.is_symlink():
+        subprocess.run(["chmod", "-R", "u+rwx", "--", str(place)], stderr=subprocess.DEVNULL, check=False)
+        shutil.rmtree(place, ignore_errors=True)
+    else:
+        place.unlink(missing_ok=True)
+
+
+def make(**options: Any) -> World:
+    return World(**options)
