@@ -1,4 +1,4 @@
-"""How good a policy is on held-out tasks: success with its confidence interval, pass@k, and success by difficulty."""
+"""How good a policy is on held-out tasks: success with its interval, pass@k, pass^k, and success by difficulty."""
 
 from __future__ import annotations
 
@@ -76,6 +76,7 @@ def summarise(groups: list[list[Trajectory]], k: int) -> dict[str, Any]:
         "reward": sum(t.reward for t in everyone) / n if n else math.nan,
         "turns": turns / n if n else math.nan,
         "pass_at_k": {str(j): pass_at_k([len(group) for group in played], wins, j) for j in sorted({1, k})},
+        **({"all_at_k": {str(k): all_at_k([len(group) for group in played], wins, k)}} if k > 1 else {}),
         "by_difficulty": {name: sum(hits) / len(hits) for name, hits in sorted(by_difficulty.items())},
         "broken": sum(len(group) for group in whole) - n,
         **({"by_role": by_role} if by_role else {}),
@@ -113,6 +114,12 @@ def pass_at(n: int, wins: int, k: int) -> float:
 def pass_at_k(played: list[int], wins: list[int], k: int) -> float:
     """The mean of pass@k over the tasks that have k episodes; a task that lost some to the infrastructure has no say."""
     each = [pass_at(n, w, k) for n, w in zip(played, wins, strict=True) if n >= k]
+    return sum(each) / len(each) if each else math.nan
+
+
+def all_at_k(played: list[int], wins: list[int], k: int) -> float:
+    """The mean of pass^k, C(wins, k) / C(n, k), that all of k episodes go well (tau-bench); as `pass_at_k`."""
+    each = [math.comb(w, k) / math.comb(n, k) for n, w in zip(played, wins, strict=True) if n >= k]
     return sum(each) / len(each) if each else math.nan
 
 

@@ -13,7 +13,7 @@ from toys import Parity
 
 from jaxagent.agent import Agent, Limits
 from jaxagent.chat.plain import PlainTemplate
-from jaxagent.evaluate import evaluate, normal, pass_at, pass_at_k, summarise, wilson
+from jaxagent.evaluate import all_at_k, evaluate, normal, pass_at, pass_at_k, summarise, wilson
 from jaxagent.rollout import RolloutOptions, Rollouts
 from jaxagent.types import Message, SampleRequest, Sampling, StopReason, Trajectory, Turn
 
@@ -79,6 +79,13 @@ def test_a_task_that_lost_episodes_to_the_infrastructure_has_no_say_in_pass_at_k
     assert math.isnan(pass_at_k([1, 1], [1, 0], 2))
 
 
+@pytest.mark.parametrize("n", range(1, 7))
+def test_all_at_k_is_the_share_of_draws_of_k_that_hold_nothing_but_wins(n: int) -> None:
+    for wins, k in itertools.product(range(n + 1), range(1, n + 1)):
+        draws = list(itertools.combinations([1] * wins + [0] * (n - wins), k))
+        assert all_at_k([n, 0], [wins, 0], k) == pytest.approx(statistics.mean(all(draw) for draw in draws))
+
+
 # ====================================================================== the table
 
 
@@ -102,6 +109,7 @@ def test_the_table_of_several_episodes_per_task() -> None:
     table = summarise([[row(1.0), row(0.0)], [row(0.0), row(0.0)]], k=2)
     assert (table["success"], table["n"], table["k"]) == (0.25, 2, 2)
     assert table["pass_at_k"] == {"1": 0.25, "2": 0.5}
+    assert table["all_at_k"] == {"2": 0.0}
     assert table["ci95"] == list(normal([0.5, 0.0]))
 
 
