@@ -158,7 +158,9 @@ class Visit:
         return {"text": text, "reward": reward, "reason": why, "done": True, "answered": True}
 
     def _said(self) -> Said:
-        chosen = f"{self.words}/{self.page}/{self.product.asin if self.product else ''}/{self.part}/{sorted(self.options.items())}"
+        chosen = (
+            f"{self.words}/{self.page}/{self.product.asin if self.product else ''}/{self.part}/{sorted(self.options.items())}"
+        )
         return {"text": self._shown(self._page()), "state": chosen}
 
     def _shown(self, page: list[tuple[str, str]]) -> str:

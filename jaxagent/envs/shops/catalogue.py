@@ -27,8 +27,20 @@ _SHELVES: tuple[tuple[str, str, tuple[str, ...], tuple[str, ...], tuple[str, ...
     ("Clothing", "Tops", ("t-shirt", "hooded sweater", "rain jacket", "tank top"), ("wear", "cloth"), ("color", "size")),
     ("Home", "Lighting", ("desk lamp", "floor lamp", "string lights", "ceiling light"), ("home", "power"), ("color", "style")),
     ("Home", "Furniture", ("office chair", "coffee table", "bookcase", "bed frame"), ("home", "wood"), ("color", "size")),
-    ("Electronics", "Audio", ("headphones", "bluetooth speaker", "soundbar", "microphone"), ("power", "sound"), ("color", "style")),
-    ("Electronics", "Accessories", ("phone case", "charging cable", "screen protector", "tripod"), ("power", "home"), ("color", "size")),
+    (
+        "Electronics",
+        "Audio",
+        ("headphones", "bluetooth speaker", "soundbar", "microphone"),
+        ("power", "sound"),
+        ("color", "style"),
+    ),
+    (
+        "Electronics",
+        "Accessories",
+        ("phone case", "charging cable", "screen protector", "tripod"),
+        ("power", "home"),
+        ("color", "size"),
+    ),
     ("Food", "Snacks", ("trail mix", "protein bars", "potato chips", "dried mango"), ("food", "diet"), ("flavor name", "size")),
     ("Beauty", "Hair", ("shampoo", "hair brush", "curling iron", "hair mask"), ("care", "diet"), ("scent", "size")),
 )
@@ -195,4 +207,3 @@ def _subsequence(one: str, other: str) -> int:
         for place, letter_of_other in enumerate(other, 1):
             before, row[place] = row[place], before + 1 if letter == letter_of_other else max(row[place], row[place - 1])
     return row[-1]
-

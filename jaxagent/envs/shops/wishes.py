@@ -69,7 +69,7 @@ def customer_of(seed: int, plan: Sequence[str], store: Store) -> tuple[dict[str,
             wishes.append(draw.instead())
             continue
         if kind == "refuse":
-            choices = WITH_INSTEAD if "instead" in plan[number:] else REFUSED
+            choices: tuple[str, ...] = WITH_INSTEAD if "instead" in plan[number:] else REFUSED
         else:
             choices = {"change": CHANGES, "ask": QUESTIONS, "transfer": ("damaged",)}[kind]
         chosen = rng.choice([name for name in choices if name not in used])
