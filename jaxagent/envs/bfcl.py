@@ -1,4 +1,4 @@
-"""`bfcl`: which functions to call with what, from the Berkeley Function Calling Leaderboard's own files; an episode is one turn.
+"""`bfcl`: which functions to call with what, from the Berkeley Function Calling Leaderboard's files, one turn an episode.
 
 A row of a file has `id`, `question` (the messages of one turn) and `function` (schemas); the file of the same name in the
 folder `possible_answer` beside it has `ground_truth` for each id. Functions differ from row to row, so they stand in the system

@@ -91,9 +91,7 @@ def _right(value: Any, schema: Mapping[str, Any], listed: Sequence[Any]) -> bool
     listed_kind = next((type(one) for one in listed if one != ""), None)
     if listed_kind not in (None, kind):  # a variable's name, say: the letter counts
         return type(value) in (kind, listed_kind) and value in listed
-    if type(value) is not kind:
-        return False
-    if kind is list and not _items_typed(value, schema, listed):
+    if type(value) is not kind or (isinstance(value, list) and not _items_typed(value, schema, listed)):
         return False
     if value == [] and "" in listed:
         return True
