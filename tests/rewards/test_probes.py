@@ -54,6 +54,7 @@ ELSEWHERE |= {
     "textarena",
     "textworld",
     "agentgym",
+    "appworld",
     "openenv",
     "program",
 }
