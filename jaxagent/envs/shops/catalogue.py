@@ -13,11 +13,13 @@ We differ twice. Nouns are known of invented titles and need no tagger. Colours 
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from jaxagent.toolbox.retrieval import Bm25, Document
 
+_WORD = re.compile(r"\w+")
 LIKE = 85.0  # of 100: a token set ratio above it is a match
 _EXACT = ("size",)
 
@@ -183,13 +185,13 @@ def _option_fits(bought: Product, name: str, value: str, wanted: list[str]) -> b
 
 
 def token_set_ratio(one: str, other: str) -> float:
-    """How alike the sets of words of two texts are, in [0, 100], as in the package thefuzz.
+    """How alike the sets of words of two texts are, a whole number in [0, 100], as in the package thefuzz.
 
     With c the words of both, a and b those of one alone, all sorted: 100 where c is not empty and a or b is; else the best
     similarity of c, c + a and c + b in pairs, where the similarity of two texts is 2 common / (letters of both) and common
     the length of their longest common subsequence.
     """
-    left, right = set(one.lower().split()), set(other.lower().split())
+    left, right = set(_WORD.findall(one.lower())), set(_WORD.findall(other.lower()))
     common = sorted(left & right)
     if not left or not right:
         return 0.0
@@ -197,7 +199,7 @@ def token_set_ratio(one: str, other: str) -> float:
         return 100.0
     c, a, b = " ".join(common), " ".join([*common, *sorted(left - right)]), " ".join([*common, *sorted(right - left)])
     pairs = ((c, a), (c, b), (a, b)) if common else ((a, b),)
-    return 100 * max(2 * _subsequence(x, y) / (len(x) + len(y)) for x, y in pairs)
+    return float(round(100 * max(2 * _subsequence(x, y) / (len(x) + len(y)) for x, y in pairs)))
 
 
 def _subsequence(one: str, other: str) -> int:
