@@ -104,15 +104,15 @@ def clerk(env: RetailEpisode) -> Iterator[Message]:
         elif wish.call.name == TRANSFER:
             yield Message("assistant", calls=(wish.call,))
         else:
-            yield _say(f"I will do this: {', '.join(ways[0] for ways in wish.named)}. Do I have your yes?")
+            what = wish.call.name.replace("_", " ")
+            yield _say(f"I will {what}: {', '.join(ways[0] for ways in wish.named)}. Do I have your yes?")
             yield Message("assistant", calls=(wish.call,))
             yield _say("It is done.")
 
 
 def _question(wish: Wish) -> str:
-    topics = {"order": "order", "item": "item", "option": "version", "reason": "reason", "payment": "payment"}
-    topics["address"] = "address"
-    asked = [words for topic, words in topics.items() if topic in wish.facts]
+    """Asks for every fact of a wish."""
+    asked = ["version" if topic == "option" else topic for topic in wish.facts]
     return f"Please tell me more: {', '.join(asked)}?"
 
 

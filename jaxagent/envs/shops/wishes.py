@@ -44,7 +44,7 @@ class Wish:
         facts: what is told when it is asked for, by topic.
         named: what a proposal must say before it is agreed to, each in one of several ways.
         call: what fulfils it, or nothing where it must be refused or is a question.
-        reads: calls, as name and id, without which neither an answer nor a refusal rests on anything.
+        reads: calls, as name and id, that one must look at; without them neither an answer nor a refusal counts.
         needs: topics that must have been told before a refusal.
         answer: the number that a question wants.
     """
@@ -140,7 +140,8 @@ class _Draw:
         facts = {**_about(order, [item]), "option": f"I would like the one with {' and '.join(values)}."}
         facts["payment"] = f"Use my {_source(card)} for the difference."
         named = (_id(order), *_names([item]), *((value,) for value in values), (_source(card),))
-        return Wish(kind, openings, facts, named, call)
+        reads = (("get_order_details", order["order_id"]), ("get_product_details", item["product_id"]))
+        return Wish(kind, openings, facts, named, call, reads)
 
     def other_address(self) -> Wish:
         order, place = self._take("pending"), Place.draw(self.rng)
