@@ -40,12 +40,12 @@ class Hop:
 
 
 def hops_of(documents: Sequence[Document]) -> dict[str, list[Hop]]:
-    """The hops from every document that has some, by its id. Titles that several documents have are left out."""
+    """The hops from every document that has some, by its id. Documents that share a title are left out."""
     counts = Counter(document.title for document in documents)
     titles = {tuple(_WORD.findall(title)): title for title, count in counts.items() if count == 1 and _usable(title)}
     longest = max(map(len, titles), default=0)
     found: dict[str, list[Hop]] = {}
-    for document in documents:
+    for document in (one for one in documents if counts[one.title] == 1):
         hops = [
             Hop(document.id, sentence, name)
             for sentence in _SENTENCE.split(document.text)
@@ -79,7 +79,10 @@ def _named(sentence: str, titles: Mapping[tuple[str, ...], str], longest: int) -
 
 
 def chains(documents: Sequence[Document], lengths: Sequence[int], seed: int = 0) -> dict[str, list[list[Hop]]]:
-    """Chains of hops by the id of the document where they start, some for each start, no title twice in a chain."""
+    """Chains of hops by the id of the document where they start, some for each start, no title twice in a chain.
+
+    One whose question tells a name that is to be found, as where a sentence names two documents of the chain, is none.
+    """
     hops, by_title = hops_of(documents), {document.title: document.id for document in documents}
     titles = {document.id: document.title for document in documents}
     found: dict[str, list[list[Hop]]] = {}
@@ -96,7 +99,7 @@ def chains(documents: Sequence[Document], lengths: Sequence[int], seed: int = 0)
                 chain.append(rng.choice(ahead))
                 seen.add(chain[-1].names)
                 here = by_title[chain[-1].names]
-            if len(chain) in lengths:
+            if len(chain) in lengths and not any(hop.names in asked(chain, titles[start]) for hop in chain):
                 drawn[tuple(chain)] = None
         if drawn:
             found[start] = [list(chain) for chain in drawn]

@@ -174,10 +174,9 @@ class ResearchEpisode:
         return whole(document)
 
     def _show(self, document: Document, text: str) -> None:
-        """A document is shown from its beginning, so the longer of two pieces holds the other."""
-        shown = f"{document.title}\n{text}"
-        if len(shown) > len(self.shown.get(document.id, "")):
-            self.shown[document.id] = shown
+        """A document is shown from its beginning, so the longer of two pieces holds the other. Titles are no evidence."""
+        if len(text) > len(self.shown.get(document.id, "")):
+            self.shown[document.id] = text
 
     def _score(self, said: str) -> Step:
         answer, formed = answer_of(said)

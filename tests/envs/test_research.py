@@ -87,6 +87,14 @@ def test_a_sentence_whose_gap_two_names_would_fill_is_left_out() -> None:
     assert [hop.names for hop in hops_of(twice)["1"]] == ["Varna"]
 
 
+def test_a_chain_whose_sentences_tell_a_later_name_is_none() -> None:
+    told = [Document("1", "Ulm", "Ulm lies on the Danube before Varna."), Document("2", "Danube", "The Danube passes Varna.")]
+    made = chains([*told, Document("5", "Varna", "x")], (2,))
+    assert made == {}
+    assert chains([*told, Document("5", "Varna", "x")], (1,)).keys() == {"1", "2"}
+    assert chains([*told, told[1], Document("5", "Varna", "x")], (1,)).keys() == {"1"}  # which Danube?
+
+
 def test_a_question_names_its_start_and_nothing_that_is_asked_for() -> None:
     (chain,) = [c for c in chains(TOWNS, (3,))["1"] if c[0].names == "Danube"][:1]
     assert [hop.names for hop in chain][:2] == ["Danube", "Black Sea"]
@@ -163,6 +171,17 @@ def test_of_a_search_only_what_it_showed_can_be_cited(tmp_path: Path, corpus: st
     said = say(f"{task['answer']} [{hop['id']}: {hop['sentence']}]")
     assert play(world, task, call("search", query=title), said).parts["citation"] == 0.0
     assert play(Research(corpus, chars=2000), task, call("search", query=title), said).parts["citation"] == CITATION
+
+
+def test_a_title_is_no_evidence(tmp_path: Path) -> None:
+    towns = [Document(str(n), f"Old Town Number {n}", f"It borders on Old Town Number {n + 1} in the east.") for n in range(150)]
+    world = Research(write(tmp_path / "towns.jsonl", [*towns, Document("150", "Old Town Number 150", "x")]), hops=(1,))
+    task = world.task("train", 0)
+    title = towns[int(task["sources"][0])].title
+    said = f"{task['answer']} [{int(task['sources'][0]) + 1}: {task['answer']}]"
+    assert (
+        play(world, task, call("search", query=title), call("search", query=task["answer"]), say(said)).parts["citation"] == 0.0
+    )
 
 
 def test_many_citations_of_anything_are_worth_nothing() -> None:
