@@ -174,7 +174,8 @@ def test_of_a_search_only_what_it_showed_can_be_cited(tmp_path: Path, corpus: st
 
 
 def test_a_title_is_no_evidence(tmp_path: Path) -> None:
-    towns = [Document(str(n), f"Old Town Number {n}", f"It borders on Old Town Number {n + 1} in the east.") for n in range(150)]
+    borders = "It borders on Old Town Number {} in the east."
+    towns = [Document(str(n), f"Old Town Number {n}", borders.format(n + 1)) for n in range(150)]
     world = Research(write(tmp_path / "towns.jsonl", [*towns, Document("150", "Old Town Number 150", "x")]), hops=(1,))
     task = world.task("train", 0)
     title = towns[int(task["sources"][0])].title
