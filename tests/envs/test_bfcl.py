@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from calls_made import as_calls, rendered
 from scripted import episode, script
 
 from jaxagent.agent import Limits
 from jaxagent.chat.plain import PlainTemplate
 from jaxagent.envs.bfcl import Bfcl, kind_of
 from jaxagent.envs.check import check
-from jaxagent.rewards.call_match import as_calls, rendered
 from jaxagent.types import Message, Sampling, ToolCall, Trajectory
 
 PLAIN = PlainTemplate()

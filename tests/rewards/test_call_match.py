@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from calls_made import as_calls, rendered
 from growing import growth
 
-from jaxagent.rewards.call_match import as_calls, bare, call_match, read_calls, rendered
+from jaxagent.rewards.call_match import bare, call_match, read_calls
 from jaxagent.types import ToolCall
 
 

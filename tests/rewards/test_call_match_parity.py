@@ -18,9 +18,10 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from calls_made import as_calls, rendered
 
 from jaxagent.envs.bfcl import Bfcl, judged
-from jaxagent.rewards.call_match import as_calls, call_match, read_calls, rendered
+from jaxagent.rewards.call_match import call_match, read_calls
 from jaxagent.types import ToolCall
 
 pytestmark = pytest.mark.parity
