@@ -38,10 +38,10 @@ def get_config(arg: str = "") -> ConfigDict:
     c.learner.batch_rows = 8
     c.learner.row_tokens = 96
 
-    c.warmup.steps = 350  # to copy a name, an id, and what stands behind a letter, from demonstrations that often go astray
-    c.warmup.demos = 350 * 32
+    c.warmup.steps = 900  # to copy a name, an id, and what stands behind a letter, from demonstrations that often go astray
+    c.warmup.demos = 900 * 32
     c.warmup.batch = 32
-    c.warmup_optimizer.lr = 5e-3
+    c.warmup_optimizer.lr = 3e-3
     c.warmup_optimizer.lr_final = 3e-4
     c.warmup_optimizer.warmup_steps = 20
 
@@ -50,7 +50,7 @@ def get_config(arg: str = "") -> ConfigDict:
     c.algo.clip_high = 0.28
     c.optimizer.lr = 3e-4
     c.optimizer.lr_final = 3e-5
-    c.train.steps = 60
+    c.train.steps = 100
     c.train.minibatches = 2
     c.feed.prompts = 16
     c.feed.rollouts = 8

@@ -126,6 +126,7 @@ def test_the_table_of_several_episodes_per_task() -> None:
     table = summarise([[row(1.0), row(0.0)], [row(0.0), row(0.0)]], k=2)
     assert (table["success"], table["n"], table["k"]) == (0.25, 2, 2)
     assert table["pass_at_k"] == {"1": 0.25, "2": 0.5}
+    assert table["pass_hat_k"] == {"1": 0.25, "2": 0.0}
     assert table["ci95"] == list(normal([0.5, 0.0]))
 
 

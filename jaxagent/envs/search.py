@@ -15,23 +15,20 @@ The reward has three parts: `outcome`, 1 for the right answer; `citation`, up to
 from __future__ import annotations
 
 import random
-import re
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from jaxagent.envs.env import Env, Step, Task
+from jaxagent.rewards.citations import answer_of, citations
 from jaxagent.rewards.match import exact_match
 from jaxagent.toolbox.retrieval import Bm25, Document
 from jaxagent.tools import Tool, ToolFailed, dispatch_all
 from jaxagent.types import Message, ToolCall, ToolSpec
 
 CITATION, FORMAT = 0.2, 0.1
-MAX_CITATIONS = 8
 _SPLITS = {"train": 0, "demo": 1, "valid": 2, "test": 3}
 _SPLIT_SIZE = 10**9
-_CITED = re.compile(r"\[([^\[\]:]+):([^\[\]]*)\]")
-_WHOLE = re.compile(r"([^\[\]]*+)(?:\[[^\[\]:]++:[^\[\]]*+\]\s*+)+\.?\s*+")
 _CONSONANTS, _VOWELS = "bdfgklmnprstvz", "aeiou"
 _RELATIONS = ("mentor", "rival", "patron", "neighbour", "heir", "deputy")
 _TOLD = (
@@ -229,11 +226,10 @@ class SearchEpisode:
         return document.text
 
     def _score(self, said: str) -> Step:
-        whole = _WHOLE.fullmatch(said)
-        answer = whole[1] if whole else said.partition("[")[0]
+        answer, whole = answer_of(said)
         right = self.corpus.gold()
         outcome, why = exact_match(answer, right)
-        cited, about = citations(said, right, self.retrieved)
+        cited, about = citations(said, self.retrieved, lambda quote: quote.rstrip(".").endswith(right))
         parts = {"outcome": outcome, "citation": CITATION * cited * outcome, "format": 0.0 if whole else -FORMAT}
         reason = "; ".join((why, about, "in form" if whole else "not in the form: answer [id: quote]"))
         checks = {"supported": float(cited == 1.0 and outcome == 1.0)}
@@ -241,21 +237,6 @@ class SearchEpisode:
 
     async def close(self) -> None:
         return None
-
-
-def citations(said: str, right: str, retrieved: dict[str, str]) -> tuple[float, str]:
-    """The share of an answer's citations that hold, and why.
-
-    One holds whose id was retrieved and whose quote stands there word for word. All together are worth nothing unless one
-    that holds ends with the answer.
-    """
-    found = [(id_.strip(), quote.strip()) for id_, quote in _CITED.findall(said)]
-    if not found or len(found) > MAX_CITATIONS:
-        return 0.0, f"{len(found)} citations, 1 to {MAX_CITATIONS} are wanted"
-    holding = [(id_, quote) for id_, quote in found if quote and quote in retrieved.get(id_, "")]
-    if not any(quote.rstrip(".").endswith(right) for _, quote in holding):
-        return 0.0, f"{len(holding)} of {len(found)} citations hold, none with the answer"
-    return len(holding) / len(found), f"{len(holding)} of {len(found)} citations hold"
 
 
 make_world = Search

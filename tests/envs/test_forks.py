@@ -16,6 +16,7 @@ from jaxagent.envs.chain import Chain
 from jaxagent.envs.env import World
 from jaxagent.envs.frozen_lake import FrozenLake
 from jaxagent.envs.maze import Maze
+from jaxagent.envs.retail import Retail
 from jaxagent.envs.sokoban import Sokoban
 from jaxagent.rollout import RolloutOptions, Rollouts
 from jaxagent.stem import stem_of
@@ -38,6 +39,7 @@ WORLDS: dict[str, tuple[Callable[[], World], Sequence[Message]]] = {
         lambda: FrozenLake(size=8, slippery=True),
         [Message("assistant", way) for way in ("left", "down", "right", "up", "fly")],
     ),
+    "retail": (lambda: Retail(rules=False), [Message("assistant", word) for word in ("who?", "order?", "why?", "pay?", "no")]),
     "sokoban": (lambda: Sokoban(boxes=2), [Message("assistant", way) for way in ("left", "down", "right", "up", "fly")]),
 }
 

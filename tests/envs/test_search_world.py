@@ -16,7 +16,8 @@ from scripted import ScriptedSampler, episode, script
 from jaxagent import config as configs
 from jaxagent.agent import Limits
 from jaxagent.chat.plain import PlainTemplate
-from jaxagent.envs.search import CITATION, FORMAT, Search, citations
+from jaxagent.envs.search import CITATION, FORMAT, Search
+from jaxagent.rewards.citations import citations
 from jaxagent.types import Message, SampleRequest, Sampling, StopReason, ToolCall, Trajectory
 
 PLAIN = PlainTemplate()
@@ -100,7 +101,7 @@ RETRIEVED = {"7": "The heir of Ulmo is Bonni. The rival of Ulmo is Hofa."}
     ],
 )
 def test_a_citation_holds_where_its_words_were_read(said: str, share: float) -> None:
-    assert citations(said, "Bonni", RETRIEVED)[0] == share
+    assert citations(said, RETRIEVED, lambda quote: quote.rstrip(".").endswith("Bonni"))[0] == share
 
 
 def test_a_citation_of_what_was_not_opened_in_this_episode_pays_nothing_though_its_words_are_right() -> None:
@@ -146,7 +147,8 @@ def test_demonstrations_have_the_right_number_of_hops_and_are_often_wrong(world:
         retrieved = {m.calls[0].arguments["id"]: d.content for m, d in zip(dialogue[3::4], dialogue[4::4], strict=False)}
         said = dialogue[-1].content
         answer = re.match(r"\w+", said)
-        assert answer and citations(said, answer[0], retrieved)[0] == 1.0
+        assert answer
+        assert citations(said, retrieved, lambda quote, name=answer[0]: quote.rstrip(".").endswith(name))[0] == 1.0
         right += answer[0] == corpus.gold()
     assert 8 < right < 36
 

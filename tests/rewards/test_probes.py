@@ -20,12 +20,16 @@ from scripted import ScriptedSampler, episode
 
 from jaxagent.agent import Limits
 from jaxagent.chat.plain import CALL, END_CALL, EOS, RESULT, TURN, PlainTemplate
+from jaxagent.envs.bfcl import Bfcl
 from jaxagent.envs.chain import Chain
 from jaxagent.envs.env import World
 from jaxagent.envs.maze import DOORS, Maze
 from jaxagent.envs.mixture import Mixture
 from jaxagent.envs.questions import Questions
-from jaxagent.envs.search import Search
+from jaxagent.envs.research import Research
+from jaxagent.envs.retail import Retail
+from jaxagent.envs.search import STYLES, Corpus, Search
+from jaxagent.envs.webshop import WebShop
 from jaxagent.rewards.calls import tool_correctness, tool_format
 from jaxagent.rewards.scorers import SCORERS
 from jaxagent.rewards.shaping import Shaping
@@ -37,7 +41,7 @@ COMPOSED = ("min(exact_match, f1_match)", "product(exact_match, tagged_match)", 
 MISSING = () if find_spec("math_verify") else ("math_match",)
 # `tool_calls` ends with the first turn and has probes of its own below.
 QUESTIONS = tuple(f"questions/{name}" for name in (*SCORERS, *COMPOSED) if name not in ("tool_calls", *MISSING))
-WORLDS = ("chain", "maze", "search", "mixture", *QUESTIONS)
+WORLDS = ("chain", "maze", "search", "mixture", "retail", "webshop", "bfcl", "research", *QUESTIONS)
 # `swe` wants tasks of its own: its probes stand in tests/envs/test_swe_world.py. Moves of a game are legal or not, and what
 # several seats say to each other is paid by rules: both are tested by hand with their worlds. The rest are paid by a library, a
 # server or the user's program.
@@ -50,10 +54,12 @@ ELSEWHERE |= {
     "textarena",
     "textworld",
     "agentgym",
+    "appworld",
     "openenv",
     "program",
 }
 CITED = ("search", "mixture")  # of which the mixture is one of searches
+WITHOUT_TOOLS = ("webshop", "bfcl")  # whose actions are texts
 TERMS = {"overlong": 0.2, "failed_calls": 0.2, "efficiency": 0.2, "otc": 0.2}
 SHAPINGS = {
     "none": Shaping(),
@@ -93,6 +99,13 @@ def say(text: str) -> Message:
     return Message("assistant", text)
 
 
+# What is done as it is meant, and leads nowhere; and what cannot work.
+MEANT = {"retail": call("list_all_product_types"), "research": call("search", query="rival")}
+MEANT |= {"webshop": say("search[shoes]"), "bfcl": say("[half(of=3)]")}
+BROKEN = {"retail": call("get_order_details", order_id="nothing"), "research": call("open", id="nothing")}
+BROKEN |= {"webshop": say("click[nothing]"), "bfcl": say("[nothing()]")}
+
+
 def use(world: str, read: str) -> Message:
     """A call as it is meant: the key of the question, the trap's door, a sum."""
     if world == "chain":
@@ -102,11 +115,11 @@ def use(world: str, read: str) -> Message:
     if world in CITED:
         found = re.findall(r"<result>(\d+)<turn>", read)
         return call("O", id=found[-1]) if found else call("S", query=re.findall(r"<user>(..)", read)[0])
-    return call("python", code="1+1")
+    return MEANT.get(world, call("python", code="1+1"))
 
 
 def wrong(world: str) -> str:
-    return "xx[1:Axx]" if world in CITED else WRONG.get(world.partition("/")[2], "xx")
+    return "xx[1:Axx]" if world in (*CITED, "research") else WRONG.get(world.partition("/")[2], "xx")
 
 
 def honest(world: str) -> Script:
@@ -125,6 +138,7 @@ def echo(world: str) -> Script:
 def failing_tools(world: str) -> Script:
     """Calls that cannot work, and an answer that says so."""
     calls = {"chain": call("A", key="zz"), "maze": [CALL, *b"Z", END_CALL], **dict.fromkeys(CITED, call("O", id="nothing"))}
+    calls |= BROKEN
     broken = calls.get(world, call("python", code="1/0"))
     return lambda number, read: say("all tools fail") if number == 3 else broken
 
@@ -188,6 +202,25 @@ def judge_url() -> Iterator[str]:
         yield endpoint.url
 
 
+def halves(folder: Path) -> str:
+    """Rows of one function and one right call each."""
+    schema = {"name": "half", "parameters": {"type": "dict", "properties": {"of": {"type": "integer"}}, "required": ["of"]}}
+    asked = [[[{"role": "user", "content": f"What is half of {n}?"}]] for n in range(200, 260)]
+    rows = [{"id": f"simple_{n}", "question": one, "function": [schema]} for n, one in enumerate(asked, 200)]
+    right = [{"id": f"simple_{n}", "ground_truth": [{"half": {"of": [n]}}]} for n in range(200, 260)]
+    (folder / "possible_answer").mkdir(exist_ok=True)
+    for path, lines in ((folder / "halves.json", rows), (folder / "possible_answer" / "halves.json", right)):
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return str(folder / "halves.json")
+
+
+def names(folder: Path) -> str:
+    """A corpus whose documents name each other."""
+    lines = [{"id": one.id, "title": one.title, "text": one.text} for one in Corpus(STYLES["words"], 60, (1,), 3).documents]
+    (folder / "corpus.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return str(folder / "corpus.jsonl")
+
+
 @pytest.fixture(scope="module")
 def play(
     server: EmbeddedServer, judge_url: str, tmp_path_factory: pytest.TempPathFactory
@@ -197,8 +230,12 @@ def play(
     rows = [{"question": f"{n}+{n}", "answer": str(2 * n), **further} for n, further in enumerate(more, 200)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     judged = {"url": judge_url, "model": "m"}
+    made = {"retail": lambda: Retail(rules=False), "webshop": lambda: WebShop(products=64)}
+    made |= {"bfcl": lambda: Bfcl(halves(path.parent)), "research": lambda: Research(names(path.parent))}
 
     def world_of(name: str) -> World:
+        if name in made:
+            return made[name]()
         if name == "chain":
             return Chain(hops=(1,), flaky=0.0)
         if name in CITED:
@@ -249,6 +286,8 @@ def test_an_honest_failure_is_one_and_its_tools_have_worked(play: Any) -> None:
     for name in WORLDS:
         failure = play(name, honest)
         assert failure.stop.counts, failure.error
+        if name in WITHOUT_TOOLS:
+            continue
         records = [record for turn in failure.turns for record in turn.tools]
         assert len(records) >= 2
         assert all(record.outcome == "ok" for record in records) or "questions" in name

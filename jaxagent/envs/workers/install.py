@@ -89,6 +89,7 @@ LIBRARIES = {
         reserves=True,
         variables=(*(f"WA_{site}" for site in _WEB_ARENA), "NLTK_DATA"),
         browser=True,
+    ),
     # The planner comes as source, 71 files of C++, which pip builds with cmake, make and a compiler.
     "alfworld": Library(
         ("alfworld==0.4.2", "textworld[pddl]==1.7.0", "fast-downward-textworld==20.6.4"),
