@@ -69,9 +69,9 @@ def parser() -> argparse.ArgumentParser:
     generate.add_argument("--prompt", required=True)
     generate.add_argument("--temperature", type=float, default=1.0)
     generate.add_argument("--max-tokens", type=count, default=256)
-    plan = commands.add_parser("plan", help="what would run, and whether it fits; with a TPU topology, by the compiler's word")
+    plan = commands.add_parser("plan", help="what would run, and whether it fits; with a topology, by the compiler's word")
     plan.add_argument("--config", required=True, help="as for train")
-    plan.add_argument("--topology", default="", help="of TPUs that need not be here: v5e:4x4, v5p:4x4x4, v6e:16x16")
+    plan.add_argument("--topology", default="", help="of chips that need not be here: v5e:4x4, v5p:4x4x4, v6e:16x16, H200:8")
     plan.add_argument(
         "--iteration-s", type=float, default=60.0, help="seconds in which the sandbox serves an iteration's calls"
     )

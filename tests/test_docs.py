@@ -13,6 +13,7 @@ import pytest
 from jaxagent import config as configs
 from jaxagent import parts
 from jaxagent.__main__ import parser
+from jaxagent.types import StopReason
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("docs/concepts/*.md")])
@@ -90,4 +91,5 @@ def test_config_keys_that_are_named_exist(page: Path) -> None:
 def test_metrics_that_are_named_exist(page: Path) -> None:
     code = "".join(path.read_text() for path in (ROOT / "jaxagent").rglob("*.py"))
     named = set(re.findall(r"`((?:engine|feed|rollout|policy|credit|critic|reward|time)/[a-z_]+)`", page.read_text()))
+    named -= {f"rollout/stop_{reason}" for reason in StopReason}
     assert {name for name in named if f'"{name}' not in code and f"/{name.partition('/')[2]}" not in code} == set()
