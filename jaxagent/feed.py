@@ -38,8 +38,8 @@ class FeedOptions:
         branches: continuations of a finished group's turns, drawn where the values of their states are uncertain; a group whose
             rollouts all came to the same has none. See algos/values.py.
         max_rounds: how often groups without a signal are replaced by new ones, for algorithms that select mixed groups.
-        min_group: 0 waits for every rollout. Above, a step goes on when of every group so many are over and the others have
-            had a quarter more of the time that this took: these are dropped, which is data, and no reward. See
+        min_group: 0 waits for every rollout. Above, a step goes on when of every group so many are over, broken ones too, and
+            the others have had a quarter more of the time that this took: these are dropped, which is data, and no reward. See
             docs/concepts/failures.md for what that biases.
         max_staleness: most versions between the weights that sampled a token and those that it is trained on.
         max_repeats: 0 draws tasks in a shuffled order; above, by their value p (1 - p), each at most so often in as many draws

@@ -33,7 +33,7 @@ class Programs:
         self._gate = asyncio.Lock()
 
     async def play(self, env: Env, task: Task, rows: list[Trajectory], key: tuple[int, int], sampling: Sampling) -> None:
-        """Runs the program of one episode; `rows` gets what it had sampled. Raises what the program raises."""
+        """Runs the program of one episode; `rows` gets what it had sampled. Raises as `episode.run` does."""
         episode = env.env if isinstance(env, Ablated) else env
         assert isinstance(episode, ProgramEpisode)
         server, token, first = await self._serving(), secrets.token_hex(24), rows[0]
@@ -45,7 +45,7 @@ class Programs:
         first.waiting = "program"
         try:
             outcome = await episode.run(task, Door(self._url, token))
-        except Exception:
+        except ProgramFailed:
             # A program whose calls were refused may well fail, each client in its own way: that is the policy's budget.
             if not session.exhausted:
                 raise

@@ -10,6 +10,7 @@ what is still there when the call that asked for it has had its time (`RolloutOp
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import itertools
 import secrets
@@ -268,9 +269,7 @@ class Rollouts:
 
         def enough() -> None:
             grace_s = GRACE * (self._loop.time() - since)
-            why = (
-                f"its group goes on with at least {least} episodes (feed.min_group): it took {grace_s:.1f} s longer than those"
-            )
+            why = f"its group goes on, {least} of it are over (feed.min_group): it took {grace_s:.1f} s longer than those"
             for hold in itertools.chain(*groups):
                 self._loop.call_later(grace_s, hold.end, StopReason.STRAGGLER, why)
 
@@ -321,7 +320,8 @@ class Rollouts:
             return await self._attempts(partial(how.stem.row, number), task, member, how, hold)
         finally:
             if how.origin:
-                await how.origin.leave()
+                with contextlib.suppress(asyncio.CancelledError):  # what was played stands
+                    await how.origin.leave()
 
     async def _attempts(
         self, row: Callable[[int], Trajectory], task: Task, member: Member, how: _How, hold: _Hold

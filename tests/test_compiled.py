@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jaxagent.compiled import collectives, moved_bytes, summary
+from jaxagent.compiled import collectives, kernels, moved_bytes, summary
 
 TEXT = """HloModule jit_step
 
@@ -147,3 +147,11 @@ def test_a_change_that_is_not_in_place_moves_everything() -> None:
     text = MOVING.replace("TRIPS", "")
     changed = moved_bytes(text.replace("IN_PLACE", IN_PLACE))
     assert moved_bytes(text.replace("IN_PLACE", "")) - changed == 2 * 64 * 8 * 2 - 2 * 8 * 2
+
+
+def test_a_loops_kernels_count_as_often_as_it_runs_and_of_alternatives_the_fewest() -> None:
+    text = MOVING.replace("IN_PLACE", IN_PLACE)
+    assert (
+        kernels(text.replace("TRIPS", ""), trips=3) == 3 * 5
+    )  # two fusions, a copy, a kernel, and the alternative that copies only
+    assert kernels(text.replace("TRIPS", ', backend_config={"known_trip_count":{"n":"5"}}')) == 5 * 5

@@ -329,7 +329,9 @@ def test_the_export_of_a_run_is_its_policy_and_generates(
 
 def test_evaluating_a_workdir_repeats_its_last_evaluation(whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert command(["eval", f"--workdir={whole}"]) == 0
-    assert json.loads(capsys.readouterr().out) == json.loads((whole / "eval.json").read_text())["after"]
+    told = json.loads(capsys.readouterr().out)
+    assert told.pop("settings")["split"] == "test"
+    assert told == json.loads((whole / "eval.json").read_text())["after"]
 
 
 def test_training_goes_on_from_an_exported_checkpoint(whole: Path, tmp_path: Path) -> None:
@@ -355,7 +357,7 @@ def test_every_config_runs_with_runlocal(path: Path, tmp_path: Path) -> None:
     try:
         find(config.env.name)(**config.env.options)
     except ValueError as missing:  # a library, or Java: the command says so before anything is compiled
-        assert "jaxagent env install" in str(missing) or "needs the program" in str(missing)
+        assert any(words in str(missing) for words in ("jaxagent env install", "needs the program", "needs the package"))
         assert command(["train", f"--config={path}:runlocal", f"--workdir={tmp_path}"]) == 2
         pytest.skip(str(missing))
     run(config, tmp_path)

@@ -31,6 +31,7 @@ from typing import IO, Any
 from jaxagent.envs.env import Env, Step, Task, find, size_of
 from jaxagent.tools import in_thread
 from jaxagent.types import Message
+from sandbox_client import InfrastructureError
 
 KEPT_BYTES = 1 << 20  # of a command's output, its end; and the most of what it earned
 
@@ -109,7 +110,7 @@ class ProgramEpisode:
         self._process: asyncio.subprocess.Process | None = None
 
     async def run(self, task: Task, door: Door) -> Outcome:
-        """Runs the program to its end. Raises ProgramFailed, or what a function raises."""
+        """Runs the program to its end. Raises ProgramFailed, or what a verifier raises."""
         said = await self._call(task, door) if self.world.function else await self._spawn(task, door)
         if self.world.verifier is None:
             return outcome_of(said)
@@ -123,9 +124,14 @@ class ProgramEpisode:
         function = self.world.function
         assert function is not None
         arguments = task, f"{door.url}/v1", door.key
-        if inspect.iscoroutinefunction(function):
-            return await function(*arguments)
-        return await in_thread(lambda: function(*arguments))
+        try:
+            if inspect.iscoroutinefunction(function):
+                return await function(*arguments)
+            return await in_thread(lambda: function(*arguments))
+        except (ProgramFailed, InfrastructureError):
+            raise
+        except Exception as error:
+            raise ProgramFailed(f"{type(error).__name__}: {error}") from error
 
     async def _spawn(self, task: Task, door: Door) -> dict[str, Any]:
         with (
@@ -197,6 +203,12 @@ def load(name: str, option: str) -> Callable[..., Any]:
         there = runpy.run_path(module) if module.endswith(".py") else vars(importlib.import_module(module))
         return there[function]
     except (ImportError, OSError, KeyError, ValueError) as error:
+        lacks = error.name if isinstance(error, ModuleNotFoundError) and error.name else ""
+        if lacks and not f"{module}.".startswith(f"{lacks}."):
+            raise ValueError(
+                f"env.options.{option}={name!r} needs the package {lacks!r}, which is not installed; those of the examples come "
+                "with pip install 'jaxagent[agents]'"
+            ) from None
         raise ValueError(f"env.options.{option}={name!r}: module:name or file.py:name is wanted: {error!r}") from None
 
 

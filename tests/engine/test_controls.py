@@ -165,8 +165,7 @@ def test_the_controls_of_a_row_do_not_change_a_bit_of_its_neighbours() -> None:
 
 def test_the_likeliest_tokens_come_with_the_logprobs_that_they_were_drawn_with() -> None:
     rows = rows_of({"top": True}, {"top": True, "top_k": 2})
-    z = run_scores(np.stack([LOGITS] * 2), rows, GRAMMARS)
-    token, logprob = jax.jit(likeliest, static_argnums=2)(z, rows, 3)
+    token, logprob = jax.jit(likeliest, static_argnums=3)(np.stack([LOGITS] * 2), rows, GRAMMARS, 3)
     assert token.tolist()[0] == [3, 0, 7]
     assert token.tolist()[1][:2] == [3, 0]
     np.testing.assert_allclose(logprob[0], np.log(expected({})[[3, 0, 7]]), atol=1e-5)

@@ -482,7 +482,7 @@ async def _play(schedules: list[Sequence[str]], announces: bool) -> None:
             assert time.monotonic() - start < budget_s + before_s
 
     async def in_session(client: SandboxClient, number: int) -> list[Any]:
-        session = await timed(client.open_session(f"session-{number}"), 0.5)
+        session = await timed(client.open_session(f"session-{number}"), 1.0)
         if isinstance(session, InfrastructureError):
             return [session]
         return [await timed(session.call("add", {}, timeout_s=0.1)) for _ in range(2)]
