@@ -206,8 +206,8 @@ def load(name: str, option: str) -> Callable[..., Any]:
         lacks = error.name if isinstance(error, ModuleNotFoundError) and error.name else ""
         if lacks and not f"{module}.".startswith(f"{lacks}."):
             raise ValueError(
-                f"env.options.{option}={name!r} needs the package {lacks!r}, which is not installed; those of the examples come "
-                "with pip install 'jaxagent[agents]'"
+                f"env.options.{option}={name!r} needs the package {lacks!r}, which is not installed; those of the examples "
+                "come with pip install 'jaxagent[agents]'"
             ) from None
         raise ValueError(f"env.options.{option}={name!r}: module:name or file.py:name is wanted: {error!r}") from None
 
