@@ -301,7 +301,10 @@ def test_a_page_of_webarena_is_told_and_an_answer_by_message_ends_it(protocol: A
 REFUSED = [
     ("what now?", "Received an empty action"),
     ("upload_file('a51', '/etc/passwd')", "Invalid action type 'upload_file'"),
-    ("goto('file:///etc/passwd')", r"only pages of miniwob\.test, shop\.example:7770, wiki\.example:80 can be opened, got 'file:"),
+    (
+        "goto('file:///etc/passwd')",
+        r"only pages of miniwob\.test, shop\.example:7770, wiki\.example:80 can be opened, got 'file:",
+    ),
     ("goto('http://127.0.0.1:8000/')", "only pages of"),
     ("goto('http://shop.example:22/')", "only pages of"),
     ("goto('http://shop.example/')", "only pages of"),
