@@ -97,9 +97,9 @@ def test_settings_and_packages_of_the_policys_own_do_not_change_what_the_tests_s
     )
     packages = f"{package}; for d in $(python -c 'import site; print(site.USER_SITE)'); do mkdir -p $d; cp -r pytest $d; done"
     shut = "chmod 0 tests ..; echo shut"
-    actions = [call("bash", command=command) for command in (settings, packages, shut)]
-    steps = played(world, 0, [*actions, call("eval"), call("submit")])
-    assert "1 failed, 1 passed" in said(steps[4])
+    spoilt = [step for command in (settings, packages, shut) for step in (call("bash", command=command), call("eval"))]
+    steps = played(world, 0, [*spoilt, call("submit")])
+    assert all("1 failed, 1 passed" in said(step) for step in steps[2:-1:2])
     assert (steps[-1].reward, steps[-1].terminated, steps[-1].reason) == (0.0, True, "handed in with failing tests")
 
 
