@@ -2,7 +2,7 @@
 
 jaxagent train --config=configs/debug_gym.py:TASKS.jsonl --config.init_from=CHECKPOINT_DIR --workdir=DIR
 
-Tasks are made by `jaxagent swe`; without any it plays a dozen bugs in one small module, which teach nobody anything else.
+Tasks are made by `jaxagent swe`; without any it plays thirty bugs in one small module, which teach nobody anything else.
 """
 
 from pathlib import Path
@@ -15,7 +15,7 @@ REPAIRS = Path(__file__).resolve().with_name("repairs.jsonl")
 
 
 def get_config(arg: str = "") -> ConfigDict:
-    """Args: arg: the task file, by default a dozen bugs; "runlocal" gives a run of seconds that touches every part."""
+    """Args: arg: the task file, by default thirty bugs; "runlocal" gives a run of seconds that touches every part."""
     c = text_world()
     c.env.name = "debug_gym"
     path = Path(arg).resolve() if arg not in ("", "runlocal") else REPAIRS

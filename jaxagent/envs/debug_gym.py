@@ -7,8 +7,9 @@ the machine gives no such lock, no episode begins. Tools that need a terminal (p
 (listdir) are left out.
 
 The reward is 1 when all tests of FAIL_TO_PASS and PASS_TO_PASS pass, at an `eval` or a `submit`; a `submit` ends the episode.
-Before every run the tests are put as they were and settings of pytest that the policy added are removed. Grader and package
-are one user: a package written for this grader can fool it. Read what wins.
+Before every run the tests are put as they were and a conftest that the policy added is removed; pytest is imported before
+anything of the tree, reads no settings (as where the tasks are made), and Python is isolated from the user's own packages.
+Grader and package are one process: a package written for this grader can fool it. Read what wins.
 """
 
 from __future__ import annotations

@@ -25,6 +25,7 @@ from libraries import ended, faults, made, played
 from jaxagent.envs import browsergym, miniwob
 from jaxagent.envs.synchronous import ADAPTERS, Shown
 from jaxagent.envs.workers import chromium, install
+from jaxagent.envs.workers.pool import WorkerFault
 
 __all__ = ["ended"]  # a fixture
 SHOP = Path(__file__).parents[2] / "configs" / "sites" / "shop.py"
@@ -241,6 +242,7 @@ def protocol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     for name in ("TMPDIR", "MINIWOB_URL"):
         monkeypatch.setenv(name, "")
     monkeypatch.setenv("WA_SHOPPING", "http://shop.example:7770")
+    monkeypatch.setenv("WA_WIKIPEDIA", "http://Wiki.example/start")
     envs: list[Recorded] = []
 
     def make(name: str, **options: Any) -> Recorded:
@@ -259,7 +261,7 @@ def protocol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         "gymnasium": {"make": make, "registry": {}},
         "miniwob": {"__file__": str(tmp_path / "miniwob" / "__init__.py")},
         "browsergym": {"__path__": []},
-        "browsergym.core": {"_get_global_playwright": lambda: playwright},
+        "browsergym.core": {"_get_global_playwright": lambda: playwright, "_set_global_playwright": lambda none: None},
         "browsergym.core.env": {},
         "browsergym.core.action": {},
         "browsergym.core.action.highlevel": {"HighLevelActionSet": Actions},
@@ -299,9 +301,15 @@ def test_a_page_of_webarena_is_told_and_an_answer_by_message_ends_it(protocol: A
 REFUSED = [
     ("what now?", "Received an empty action"),
     ("upload_file('a51', '/etc/passwd')", "Invalid action type 'upload_file'"),
-    ("goto('file:///etc/passwd')", r"only pages of miniwob\.test, shop\.example:7770 can be opened, got 'file:"),
+    (
+        "goto('file:///etc/passwd')",
+        r"only pages of miniwob\.test, shop\.example:7770, wiki\.example:80 can be opened, got 'file:",
+    ),
     ("goto('http://127.0.0.1:8000/')", "only pages of"),
     ("goto('http://shop.example:22/')", "only pages of"),
+    ("goto('http://shop.example/')", "only pages of"),
+    ("goto('http://wiki.example:8080/')", "only pages of"),
+    ("goto('https://wiki.example/')", "only pages of"),
     ("goto('http://shop.example:7770@evil.example/')", "only pages of"),
     ("goto('javascript:open')", "only pages of"),
     ("goto('http://[')", "ValueError"),
@@ -315,13 +323,15 @@ def test_what_cannot_or_must_not_be_done_is_told_and_moves_nothing(protocol: Any
         step = protocol.step(action)
         assert (step["reward"], step["done"], step["invalid"]) == (0.0, False, True), action
         assert re.search(told, step["reason"]) and step["text"].startswith("error: "), action
-    assert protocol.step("goto('http://shop.example:7770/cart')").get("invalid") is None
+    for page in ("shop.example:7770/cart", "wiki.example/", "WIKI.example:80/", "miniwob.test/", "miniwob.test:81/"):
+        assert protocol.step(f"goto('http://{page}')").get("invalid") is None, page
 
 
 def test_the_browser_is_started_so_that_it_reaches_the_tasks_sites_alone(protocol: Any) -> None:
     program = (Path.cwd() / "chromium").read_text()
     address = protocol.hosts["miniwob.test"]
-    assert f"MAP miniwob.test {address}, MAP shop.example:7770 shop.example:7770, MAP * ~NOTFOUND" in program
+    assert f"MAP miniwob.test {address}, MAP shop.example:7770 shop.example:7770" in program
+    assert "MAP wiki.example:80 wiki.example:80, MAP * ~NOTFOUND" in program
     assert program.startswith("#!/bin/sh\nexec '/bin/x y' \"$@\" ")
     assert protocol.options["chromium_sandbox"] == (os.geteuid() != 0)
     with pytest.raises(LookupError, match=r"no environment browsergym/webarena\.99"):
@@ -425,7 +435,18 @@ def test_a_policy_in_the_browser_reaches_nothing_but_the_site(shop: Any) -> None
     other = f"http://{shop.address}/"
     assert "Welcome" in Visitor(shop.address).see("/")
     tried = ["goto('file:///etc/passwd')", f"goto('{other}')", "goto('http://localhost/')", "goto('view-source:file:///etc')"]
-    steps = played(world, world.task("train", 0), [*tried, "new_tab()", "goto('http://shop.test/')"])
-    assert all("only pages of miniwob.test, shop.test can be opened" in step.messages[0].content for step in steps[1:5])
-    assert "Tab 1 (here)" in steps[5].messages[0].content
-    assert "URL: http://shop.test/\n" in steps[6].messages[0].content and "Welcome to the shop" in steps[6].messages[0].content
+    tried += ["goto(url='file:///etc/passwd')", f"goto(url='{other}')"]
+    steps = played(world, world.task("train", 0), [*tried, "noop(wait_ms=6000)", "new_tab()", "goto(url='http://shop.test/')"])
+    told = [step.messages[0].content for step in steps[1:]]
+    assert all("only pages of miniwob.test, shop.test can be opened" in text for text in told[: len(tried)])
+    assert "noop waits at most 5000 ms" in told[-3] and "Tab 1 (here)" in told[-2]
+    assert "URL: http://shop.test/\n" in told[-1] and "Welcome to the shop" in told[-1]
+
+
+def test_after_a_task_that_cannot_be_made_the_same_worker_plays_the_next_one() -> None:
+    world = made(browsergym.make_world)
+    task = world.task("train", 0)
+    assert played(world, task, ["click('13')"])[-1].reward == 1.0
+    with pytest.raises(WorkerFault, match="no-such-page"):
+        played(world, {**task, "name": "browsergym/miniwob.no-such-page"}, [])
+    assert played(world, task, ["click('13')"])[-1].reward == 1.0

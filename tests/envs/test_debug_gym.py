@@ -89,6 +89,30 @@ def test_a_planted_bug_is_repaired_for_one_and_nothing_of_it_is_left_for_the_nex
     assert (steps[-1].reward, steps[-1].terminated, steps[-1].reason) == (0.0, True, "handed in with failing tests")
 
 
+def test_settings_and_packages_of_the_policys_own_do_not_change_what_the_tests_say(tasks: str) -> None:
+    world = made(debug_gym.make_world, path=tasks, tools=("bash", "eval", "submit"))
+    settings = "printf '[pytest]\\naddopts=--collect-only\\n' | tee pytest.ini ../pytest.ini"
+    package = (
+        "mkdir -p pytest; touch pytest/__init__.py; echo 'raise SystemExit(0)' | tee pytest/__main__.py > sitecustomize.py"
+    )
+    packages = f"{package}; for d in $(python -c 'import site; print(site.USER_SITE)'); do mkdir -p $d; cp -r pytest $d; done"
+    shut = "chmod 0 tests ..; echo shut"
+    spoilt = [step for command in (settings, packages, shut) for step in (call("bash", command=command), call("eval"))]
+    steps = played(world, 0, [*spoilt, call("submit")])
+    assert all("1 failed, 1 passed" in said(step) for step in steps[2:-1:2])
+    assert (steps[-1].reward, steps[-1].terminated, steps[-1].reason) == (0.0, True, "handed in with failing tests")
+
+
+@pytest.mark.parametrize("spoil", ["chmod 0 ~ $TMPDIR /box/shm /box", "mv ~ /box/kept; rm -rf $TMPDIR; ln -s /usr $TMPDIR"])
+def test_whatever_is_done_to_its_folders_the_next_episode_finds_them_new(tasks: str, spoil: str) -> None:
+    world = made(debug_gym.make_world, path=tasks, tools=("bash", "eval", "submit"))
+    full = "for d in ~ $TMPDIR /dev/shm /box; do echo note > $d/note; done; head -c 600M /dev/zero > /dev/shm/full; ls /dev/shm"
+    assert "full" in said(played(world, 0, [call("bash", command=full), call("bash", command=spoil)])[1])
+    steps = played(world, 1, [call("bash", command="ls -A ~ /dev/shm/ /box; find /box -name note"), call("submit")])
+    assert said(steps[1]).split() == ["/box:", "shm", "tmp", "work", "/box/work:", "/dev/shm/:"]
+    assert "1 failed, 1 passed" in said(steps[0]) and steps[-1].reason == "handed in with failing tests"
+
+
 def test_options_that_fit_nothing_are_refused(tasks: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(install, "python_of", lambda name: Path("/no/python"))
     with pytest.raises(ValueError, match=r"env\.options\.tools must be among bash, view, .*; got 'pdb'"):

@@ -4,6 +4,7 @@ Everything that a task is comes from its gymnasium id, be it browsergym/miniwob.
 `register`, a file of the user's, has made; so this adapter is that of WebArena too.
 """
 
+import contextlib
 import functools
 import http.server
 import importlib
@@ -20,7 +21,7 @@ from typing import Any
 import browsergym.core.env
 import gymnasium
 import miniwob
-from browsergym.core import _get_global_playwright
+from browsergym.core import _get_global_playwright, _set_global_playwright
 from browsergym.core.action.highlevel import HighLevelActionSet
 from browsergym.core.action.parsers import NamedArgument, highlevel_action_parser
 from browsergym.utils.obs import flatten_axtree_to_str
@@ -71,9 +72,12 @@ class Kept:
         pass
 
     def end(self) -> None:
-        if self.browser is not None:
-            self.browser.close()
-        self.real.stop()
+        try:
+            if self.browser is not None:
+                self.browser.close()
+        finally:
+            _set_global_playwright(None)  # else the next world of this worker is given the one that has stopped
+            self.real.stop()
 
 
 class World:
@@ -83,12 +87,12 @@ class World:
         self.sets: dict[str, HighLevelActionSet] = {}
         self.own: dict[str, str] = import_file(register).register() if register else {}
         self.server = serve_pages()
-        sites = (urllib.parse.urlsplit(value).netloc for name, value in os.environ.items() if name.startswith("WA_"))
+        sites = (place_of(value) for name, value in os.environ.items() if name.startswith("WA_"))
         # Servers of this worker have names: their ports are not the same in every worker, and would be told with every page.
         self.hosts = {
             _MINIWOB: f"127.0.0.1:{self.server.server_address[1]}",
             **self.own,
-            **{host: host for host in sites if host},
+            **{site: site for site in sites if site},
         }
         os.environ["MINIWOB_URL"] = f"http://{_MINIWOB}/miniwob/"
         here = Path.cwd()  # a worker's own folder, which goes with it, and profiles of browsers with that
@@ -155,15 +159,16 @@ class World:
         return way
 
     def close(self) -> None:
-        self.leave()
-        self.playwright.end()
-        self.server.shutdown()
-        self.server.server_close()
+        with contextlib.ExitStack() as last:  # each of them, whatever the others raise
+            last.callback(self.server.server_close)
+            last.callback(self.server.shutdown)
+            last.callback(self.playwright.end)
+            self.leave()
 
     def leave(self) -> None:
-        if self.env is not None:
-            self.env.close()
-        self.env = None
+        env, self.env = self.env, None
+        if env is not None:
+            env.close()
 
     # ------------------------------------------------------------------ what is told, and what may be done
 
@@ -202,9 +207,16 @@ class World:
 
     def check(self, url: str) -> None:
         """Whether the policy may go there: it must not read files of this machine, nor speak to its other servers."""
-        parts = urllib.parse.urlsplit(url)
-        if parts.scheme not in ("http", "https") or not {parts.netloc, parts.hostname} & set(self.hosts):
+        # A name of this worker's own stands for all its ports, since they all lead to its one server.
+        if not (place := place_of(url)) or not {place, place.rpartition(":")[0]} & set(self.hosts):
             raise ValueError(f"only pages of {', '.join(self.hosts)} can be opened, got {url[:80]!r}")
+
+
+def place_of(url: str) -> str:
+    """HOST:PORT of a page's address, "" where it is none. Raises ValueError for a port that is no number."""
+    parts = urllib.parse.urlsplit(url)
+    usual = {"http": 80, "https": 443}.get(parts.scheme)
+    return f"{parts.hostname}:{parts.port or usual}" if usual and parts.hostname and "@" not in parts.netloc else ""
 
 
 def import_file(path: str) -> Any:

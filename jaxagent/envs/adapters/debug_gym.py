@@ -6,6 +6,7 @@ whatever was written is removed.
 
 import contextlib
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -18,9 +19,13 @@ from debug_gym.gym.terminals.local import LocalTerminal
 from debug_gym.gym.tools import Toolbox
 from debug_gym.gym.tools.tool import ToolCall
 
-# Files by which a tree tells pytest and Python what to do.
-_SETTINGS = {"conftest.py", "pytest.ini", ".pytest.ini", "tox.ini", "setup.cfg", "pyproject.toml", "sitecustomize.py"}
-_SETTINGS |= {"usercustomize.py", "pytest.py"}
+_BOX = Path("/box")  # all that a locked process can write
+_FOLDERS = ("work", "tmp", "shm")  # of it: HOME, TMPDIR and /dev/shm
+# What is read before the tests or in their place; settings are not read at all (_ARGUMENTS).
+_SETTINGS = {"conftest.py", "__pycache__"}
+# pytest is imported before anything of the tree can be, and takes its settings from nowhere, as where the tasks are made.
+_PYTEST = "import os, sys, pytest; sys.path[:0] = map(os.path.abspath, {roots!r}); sys.exit(pytest.main(sys.argv[1:]))"
+_ARGUMENTS = "-q -p no:cacheprovider -c /dev/null --rootdir=. --confcutdir=. -o addopts="
 _MOST = 20_000  # letters of an observation
 _READ = 4 << 20  # bytes of what a command wrote
 
@@ -58,17 +63,19 @@ LocalTerminal.run = run
 
 
 class Repository(LocalEnv):
-    """Before a run the tests and their list are put as they were, settings of the policy's own are taken away, and what it left
-    running is ended."""
+    """Before a run the tests and their list are put as they were, a conftest of the policy's own is taken away, and what it
+    left running is ended."""
 
-    def __init__(self, kept: dict[str, str], asked: Path, names: list[str], **options: Any):
-        super().__init__(entrypoint=f"python -m pytest -q -p no:cacheprovider @{asked}", **options)
+    def __init__(self, kept: dict[str, str], asked: Path, names: list[str], roots: list[str], **options: Any):
+        program = shlex.quote(_PYTEST.format(roots=roots))
+        super().__init__(entrypoint=f"python -I -B -c {program} {_ARGUMENTS} @{asked}", **options)
         self.kept, self.asked, self.names = kept, asked, names
 
     def eval(self, **kwargs: Any) -> Any:
         end_others()
-        put(self.asked, "\n".join(self.names))
         root = Path(self.working_dir)
+        open_up(_BOX)
+        put(self.asked, "\n".join(self.names))
         for place in [place for place in root.rglob("*") if place.name in _SETTINGS]:
             if str(place.relative_to(root)) not in self.kept:
                 remove(place)
@@ -79,7 +86,7 @@ class Repository(LocalEnv):
 
 class World:
     def __init__(self, tools: list[str], timeout_s: float):
-        if os.getpid() != 1:
+        if os.getpid() != 1 or [os.environ[name] for name in ("HOME", "TMPDIR")] != [f"{_BOX}/work", f"{_BOX}/tmp"]:
             raise RuntimeError("debug-gym runs what the policy wrote: only a confined worker may play it")
         self.tools, self.timeout_s = tools, timeout_s
         self.env: Any = None
@@ -91,12 +98,12 @@ class World:
             put(source / name, text)
         asked, names = source.with_name(f"{source.name}.tests"), [*task["FAIL_TO_PASS"], *task["PASS_TO_PASS"]]
         (source / ".debugreadonly").write_text("\n".join(task["test_files"]))
-        path = os.pathsep.join(task.get("roots") or ["."])
-        terminal = LocalTerminal(env_vars={"PYTHONPATH": path, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"})
+        roots = task.get("roots") or ["."]
+        terminal = LocalTerminal(env_vars={"PYTHONPATH": os.pathsep.join(roots), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"})
         options = {"path": str(source), "terminal": terminal, "run_timeout": int(self.timeout_s), "max_score": 1}
         settings = {name: text for name, text in task["files"].items() if Path(name).name in _SETTINGS}
         kept = {**settings, **task["test_files"]}
-        self.env = Repository(kept, asked, names, **options)
+        self.env = Repository(kept, asked, names, roots, **options)
         for name in self.tools:
             self.env.add_tool(Toolbox.get_tool(name))
         info = self.env.reset()
@@ -113,13 +120,12 @@ class World:
         return {"text": text, "reward": float(gained), "done": done, "reason": reason}
 
     def close(self) -> None:
-        if self.env is not None:
-            self.env.close()
-            self.env = None
         end_others()
-        for folder in {os.environ["HOME"], os.environ["TMPDIR"]}:
-            for place in Path(folder).iterdir():
-                remove(place)
+        clear()
+        env, self.env = self.env, None
+        if env is not None:
+            with contextlib.suppress(OSError):  # its folders are gone already
+                env.close()
 
 
 def end_others() -> None:
@@ -129,6 +135,21 @@ def end_others() -> None:
     with contextlib.suppress(ChildProcessError):
         while True:
             os.waitpid(-1, 0)
+
+
+def clear() -> None:
+    """Makes all that can be written as it was at the start, whatever has been done to its folders."""
+    _BOX.chmod(0o755)
+    for place in _BOX.iterdir():
+        remove(place)
+    for name in _FOLDERS:
+        (_BOX / name).mkdir(0o700)
+    os.chdir(_BOX / _FOLDERS[0])
+
+
+def open_up(place: Path) -> None:
+    """Takes back what `chmod` has shut."""
+    subprocess.run(["chmod", "-R", "u+rwX", "--", str(place)], stderr=subprocess.DEVNULL, check=False)
 
 
 def put(place: Path, text: str) -> None:
@@ -141,7 +162,7 @@ def put(place: Path, text: str) -> None:
 
 def remove(place: Path) -> None:
     if place.is_dir() and not place.is_symlink():
-        subprocess.run(["chmod", "-R", "u+rwx", "--", str(place)], stderr=subprocess.DEVNULL, check=False)
+        open_up(place)
         shutil.rmtree(place, ignore_errors=True)
     else:
         place.unlink(missing_ok=True)
