@@ -412,7 +412,8 @@ class Rollouts:
         if isinstance(agent, Agent) and how.stem:
             await agent.play(env, task, rows, key, how.sampling, how.stem)
             return
-        if isinstance(agent, Agent) and (journal := how.journal):  # of a program only whole episodes are kept
+        journal = how.journal
+        if isinstance(agent, Agent) and journal and journal.keep_broken:  # of a program only whole episodes are kept
             agent = agent.through(lambda sampler: Recorded(sampler, journal, first))
         await agent.play(Ablated(env) if how.ablated else env, task, rows, key, how.sampling)
 

@@ -242,6 +242,7 @@ def test_an_option_is_said_where_it_is_a_word_of_its_own(option: str, said: str,
         ("how_many", "I cannot say more: there are 4.", True),
         ("how_much", "2 items, $4.00 in all.", True),
         ("how_much", "It is not $4.00.", False),
+        ("how_much", "It is $4.00, not $5.00.", True),
     ],
 )
 def test_an_answer_that_is_hedged_is_none(kind: str, said: str, met: bool) -> None:

@@ -36,7 +36,7 @@ _REFUSED = re.compile(
     r"|\bmust refuse\b|\bnot eligible\b"
 )
 _NUMBER = re.compile(r"(?<![\w#.])\d[\d,]*(?:\.\d+)?(?![\w])")
-_DENIED = re.compile(r"(?:\bnot|n't)\s(?:\w{1,20}\s)?[^\w\s]?\d")
+_DENIED = re.compile(rf"(?:\bnot|n't)\s(?:\w{{1,20}}\s)?[^\w\s]?({_NUMBER.pattern})")
 
 
 class Customer:
@@ -106,9 +106,11 @@ class Customer:
         """Whether a question's number was said, by who had looked, neither among many nor as what it is not."""
         if not self.wish.answer or not set(self.wish.reads) <= read:
             return False
-        numbers = {float(number.replace(",", "")) for number in _NUMBER.findall(words)}
+        numbers, denied = (
+            {float(number.replace(",", "")) for number in pattern.findall(words)} for pattern in (_NUMBER, _DENIED)
+        )
         most = 1 if self.wish.kind == _COUNTED else _MOST_NUMBERS
-        return float(self.wish.answer) in numbers and len(numbers) <= most and not _DENIED.search(words)
+        return float(self.wish.answer) in numbers - denied and len(numbers) <= most
 
     def _rightly_refused(self, read: set[tuple[str, str]]) -> bool:
         wish = self.wish
