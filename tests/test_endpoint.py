@@ -258,9 +258,9 @@ def test_an_evaluation_goes_on_where_it_was_stopped(
 
     async def twice() -> tuple[int, int]:
         async with served(PLAIN, ScriptedSampler(PLAIN, write), capacity=64) as (client, _):
-            assert await asyncio.to_thread(evaluated, client.url, tmp_path) == 0
+            assert await asyncio.to_thread(evaluated, client.url) == 0
             before = len(asked)
-            assert await asyncio.to_thread(evaluated, client.url, tmp_path) == 0
+            assert await asyncio.to_thread(evaluated, client.url) == 0
             between = len(asked)
             assert (
                 await asyncio.to_thread(evaluated, client.url, f"--to={tmp_path / 'to'}", "--config.rollout.deadline_s=99") == 0
