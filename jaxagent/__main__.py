@@ -135,7 +135,7 @@ def add_eval(evaluate: argparse.ArgumentParser) -> None:
     evaluate.add_argument("--temperature", type=float, help="default: evaluate.temperature of the run")
     evaluate.add_argument("--top-p", type=float, help="default: sampling.top_p of the run")
     evaluate.add_argument("--max-tokens", type=count, help="of a turn; default: sampling.max_tokens of the run")
-    evaluate.add_argument("--to", default="", help="folder in which episodes are kept; default: evals in the workdir")
+    evaluate.add_argument("--to", default="", help="folder in which episodes are kept; default: evals in the workdir, or here")
     evaluate.add_argument("--endpoint", default="", help="what to ask instead of a checkpoint, as https://HOST/v1")
     evaluate.add_argument("--model", default="", help="its name there")
     evaluate.add_argument("--key-env", default="", metavar="VARIABLE", help="the environment variable that holds the key")

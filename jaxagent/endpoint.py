@@ -18,7 +18,8 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-from urllib.parse import unquote
+from urllib.parse import unquote, urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 import aiohttp
 
@@ -184,16 +185,22 @@ class Endpoint:
             self._http = aiohttp.ClientSession(
                 headers={**headers, "Content-Type": "application/json"},
                 timeout=aiohttp.ClientTimeout(total=self.options.timeout_s),
-                trust_env=True,  # proxies
+                trust_env=False,  # else a login in ~/.netrc would be sent too
             )
         url = f"{self.options.url.rstrip('/')}/chat/completions"
-        async with self._http.post(url, data=json.dumps(body).encode(), allow_redirects=False) as reply:
+        async with self._http.post(url, data=json.dumps(body).encode(), allow_redirects=False, proxy=_proxy(url)) as reply:
             said = bytearray()
             async for piece in reply.content.iter_chunked(1 << 16):
                 said += piece
                 if len(said) > _ANSWER_BYTES:
                     raise EndpointFailed(f"{url}: an answer of more than {_ANSWER_BYTES} bytes")
             return reply.status, bytes(said), reply.headers
+
+
+def _proxy(url: str) -> str | None:
+    """The proxy that the environment names for an address."""
+    place = urlsplit(url)
+    return None if proxy_bypass(place.hostname or "") else getproxies().get(place.scheme)
 
 
 def _function(tool: ToolSpec) -> dict[str, Any]:

@@ -80,12 +80,17 @@ def summarise(groups: list[list[Trajectory]], k: int) -> dict[str, Any]:
     everyone = [t for group in played for t in group]
     wins = [sum(t.solved for t in group) for group in played]
     by_difficulty: dict[str, list[bool]] = defaultdict(list)
-    for t in everyone:
-        by_difficulty[t.difficulty].append(t.solved)
+    rates_of: dict[str, list[float]] = defaultdict(list)
+    for group, won in zip(played, wins, strict=True):
+        by_difficulty[group[0].difficulty] += [t.solved for t in group]
+        rates_of[group[0].difficulty].append(won / len(group))
     n = len(everyone)
     turns = sum(len(t.turns) for group in groups for t in group if t.stop.counts)
     success = sum(wins) / n if n else math.nan
-    rates = [win / len(group) for win, group in zip(wins, played, strict=True)]
+    rates = [won / len(group) for group, won in zip(played, wins, strict=True)]
+    intervals = {
+        name: wilson(sum(hits), len(hits)) if k == 1 else normal(rates_of[name]) for name, hits in by_difficulty.items()
+    }
     roles = sorted({t.role for t in everyone})
     by_role = {role: _role_table([t for t in everyone if t.role == role]) for role in roles} if len(roles) > 1 else {}
     return {
@@ -97,7 +102,7 @@ def summarise(groups: list[list[Trajectory]], k: int) -> dict[str, Any]:
         "turns": turns / n if n else math.nan,
         **_of_several([len(group) for group in played], wins, k),
         "by_difficulty": {name: sum(hits) / len(hits) for name, hits in sorted(by_difficulty.items())},
-        "ci95_by_difficulty": {name: list(wilson(sum(hits), len(hits))) for name, hits in sorted(by_difficulty.items())},
+        "ci95_by_difficulty": {name: list(ends) for name, ends in sorted(intervals.items())},
         "solved_by_turn": _by_turn([segments for group in whole for segments in group if segments[0].stop.counts]),
         "broken": sum(len(group) for group in whole) - n,
         **({"by_role": by_role} if by_role else {}),
@@ -134,7 +139,7 @@ class Asked:
     Args:
         workdir: a run, whose last checkpoint is scored, or whose world an endpoint plays.
         config: FILE[:ARG] instead of a run, for an endpoint.
-        to: a folder for the episodes; default: `evals` in the workdir.
+        to: a folder for the episodes; default: `evals` in the workdir, or here where there is none.
     """
 
     workdir: str = ""
@@ -175,9 +180,12 @@ def report(asked: Asked, endpoint: EndpointOptions | None = None, overrides: Seq
     made = _foreign(config, endpoint, sampling, concurrency) if endpoint else _own(config, Path(asked.workdir))
     with made as (rollouts, world, policy):
         said = {"policy": policy, **size, "seed": config.seed, "sampling": asdict(sampling)}
-        place = {name: config[name].to_dict() for name in ("env", "agent", "chat")}
-        home = Path(asked.to or Path(asked.workdir) / "evals") if asked.to or asked.workdir else None
-        table, rows = _kept(rollouts, world, sampling, said, home and _folder(home, {**said, **place}))
+        place = {name: config[name].to_dict() for name in ("env", "agent", "chat", "sandbox")}
+        for name in ("url", "token_file"):  # where the sandbox is, not what it does
+            del place["sandbox"][name]
+        place["deadline_s"] = config.rollout.deadline_s
+        home = Path(asked.to or Path(asked.workdir) / "evals")
+        table, rows = _kept(rollouts, world, sampling, said, _folder(home, {**said, **place}))
     player = rollouts.agent
     if isinstance(player, Endpoint) and player.fault:
         raise ValueError(f"--endpoint={player.fault}")
@@ -200,27 +208,25 @@ def _folder(home: Path, settings: dict[str, Any]) -> Path:
 
 
 def _kept(
-    rollouts: Rollouts, world: World, sampling: Sampling, said: dict[str, Any], folder: Path | None
+    rollouts: Rollouts, world: World, sampling: Sampling, said: dict[str, Any], folder: Path
 ) -> tuple[dict[str, Any], list[Trajectory]]:
     """The table and the episodes. Those that are in the folder are taken from it, the others are put there as they end."""
     split, k = said["split"], said["rollouts"]
-    journal = Journal(folder / "journal", redraw=False, keep_broken=False) if folder else None
+    journal = Journal(folder / "journal", redraw=False, keep_broken=False)
     try:
-        if journal and (known := journal.begin(0)[0]):
+        if known := journal.begin(0)[0]:
             print(f"{known} episodes are there already, in {folder}", file=sys.stderr)
         named = tasks_of(world, split, said["tasks"])
         futures = rollouts.play(named, k, sampling, journal=journal)
         groups = [Group.of(name, wait(members)) for (name, _), members in zip(named, futures, strict=True)]
-        if journal and journal.fault:
+        if journal.fault:
             raise ValueError(f"{folder}: {journal.fault.strerror or journal.fault}")
     finally:
-        if journal:
-            journal.close()
+        journal.close()
     rows = [row for group in groups for row in group.rows]
     table = {**summarise([group.trajectories for group in groups], k), "settings": said}
-    if folder:
-        Store(folder).write("episodes", rows)
-        (folder / "table.json").write_text(json.dumps(table, indent=2) + "\n")
+    Store(folder).write("episodes", rows)
+    (folder / "table.json").write_text(json.dumps(table, indent=2) + "\n")
     return table, rows
 
 

@@ -46,7 +46,8 @@ class Journal:
             were sampled in another topology.
         own: the folder in it that this host writes to.
         topology: names what may round otherwise than another does: the number of hosts and their devices.
-        keep_broken: episodes that the infrastructure broke count as finished, so that a step is trained on what it was.
+        keep_broken: episodes that the infrastructure broke count as finished, so that a step is trained on what it was. Where
+            they do not, only whole episodes that count are kept, no turns: what broke is to be played as if it had never been.
         """
         self.keep_broken = keep_broken
         self.folder, self.own, self.redraw, self.topology = folder, folder / own, redraw, topology
@@ -130,14 +131,12 @@ class Journal:
     def episode(self, group: str, rollout: int, task: Mapping[str, Any]) -> list[Trajectory]:
         """The rows of an episode that was finished before the run was stopped; none where its task is another now."""
         rows = self._episodes.pop((group, rollout), [])
-        if rows and not (self.keep_broken or rows[0].stop.counts):
-            return []
         return rows if rows and (rows[0].task, rows[0].seed) == (task["id"], task["seed"]) else []
 
     def finish(self, rows: list[Trajectory]) -> None:
         """Keeps a finished episode. Not where experts were recorded: these are not stored, and would be missing."""
-        if not any(row.routing for row in rows):
-            first = rows[0]
+        first = rows[0]
+        if (self.keep_broken or first.stop.counts) and not any(row.routing for row in rows):
             self._write({"group": first.group, "rollout": first.rollout, "rows": [row.to_json() for row in rows]})
 
     def turn(self, place: dict[str, Any], trajectory: str) -> dict[str, Any] | None:

@@ -86,8 +86,8 @@ class Index:
             if facts := badcases.separated([t for _, t in group]):
                 self.groups[key] = facts
             for start, t in group:
+                row = self._row(t, label, int(step), self._tools[number])  # may raise: both get it, or neither
                 self._places.append((path, start))
-                row = self._row(t, label, int(step), self._tools[number])
                 self.rows.append({**row, "run": number, "family": key})
 
     def _row(self, t: Trajectory, label: str, step: int, has_tools: bool) -> dict[str, Any]:

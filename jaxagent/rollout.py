@@ -412,7 +412,7 @@ class Rollouts:
         if isinstance(agent, Agent) and how.stem:
             await agent.play(env, task, rows, key, how.sampling, how.stem)
             return
-        if isinstance(agent, Agent) and (journal := how.journal):  # of a program only whole episodes are kept
+        if isinstance(agent, Agent) and (journal := how.journal) and journal.keep_broken:  # else only whole episodes are kept
             agent = agent.through(lambda sampler: Recorded(sampler, journal, first))
         await agent.play(Ablated(env) if how.ablated else env, task, rows, key, how.sampling)
 

@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from jaxagent.data.store import Store
 from jaxagent.endpoint import Endpoint, EndpointFailed, EndpointOptions, read_answer
 from jaxagent.envs.chain import Chain
 from jaxagent.envs.env import Step, World
+from jaxagent.journal import read
 from jaxagent.rollout import RolloutOptions, Rollouts
 from jaxagent.types import Message, SampleRequest, Sampling, StopReason, ToolCall, ToolSpec, Trajectory
 from sandbox_client import EmbeddedServer, SandboxClient
@@ -104,7 +106,9 @@ def fault(status: int, **error: str) -> web.Response:
     return web.json_response({"error": {"message": "so it is", **error}}, status=status)
 
 
-def against(answers: Callable[[int], web.Response], world: Any = None, tasks: int = 1) -> tuple[list[Trajectory], Any, Any]:
+def against(
+    answers: Callable[[int], web.Response], world: Any = None, tasks: int = 1, key: str = "secret"
+) -> tuple[list[Trajectory], Any, Any]:
     """Plays against an endpoint that answers its n-th request so. Returns (rows, the requests' bodies, the player)."""
     bodies: list[dict[str, Any]] = []
 
@@ -115,7 +119,7 @@ def against(answers: Callable[[int], web.Response], world: Any = None, tasks: in
     app = web.Application()
     app.router.add_post("/v1/chat/completions", answer)
     with serving(app) as url:
-        options = EndpointOptions(f"{url}/v1", "m", "secret", {"max_tokens": None, "effort": "low"}, attempts=3, pause_s=0.001)
+        options = EndpointOptions(f"{url}/v1", "m", key, {"max_tokens": None, "effort": "low"}, attempts=3, pause_s=0.001)
         player = Endpoint((LOOK,), Limits(3, 100), options)
         return play(world or Once(), player, None, tasks), bodies, player
 
@@ -126,6 +130,34 @@ def test_what_passes_is_tried_again_and_a_request_says_what_was_asked_for() -> N
     assert bodies[0] == bodies[2]
     assert bodies[0]["effort"] == "low" and "max_tokens" not in bodies[0] and bodies[0]["authorization"] == "Bearer secret"
     assert (bodies[0]["model"], bodies[0]["temperature"], bodies[0]["tools"][0]["function"]["name"]) == ("m", 1.0, "look")
+
+
+@pytest.mark.parametrize("key", ["secret", ""])
+def test_no_login_of_the_machine_is_sent(key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "netrc").write_text("machine 127.0.0.1 login somebody password private\n")
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    rows, bodies, _ = against(lambda n: reply(), key=key)
+    assert [row.stop for row in rows] == [StopReason.ANSWERED]
+    assert [body["authorization"] for body in bodies] == [f"Bearer {key}" if key else None]
+
+
+def test_the_proxy_of_the_environment_is_asked_and_left_out_where_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    hosts: list[str] = []
+
+    async def proxy(request: web.Request) -> web.Response:
+        hosts.append(f"{request.host} {request.headers.get('Proxy-Authorization', '')[:5]}")
+        return reply()
+
+    app = web.Application()
+    app.router.add_post("/{any:.*}", proxy)
+    with serving(app) as url:
+        monkeypatch.setenv("http_proxy", url.replace("//", "//me:word@"))
+        monkeypatch.setenv("no_proxy", "elsewhere.test")
+        options = EndpointOptions("http://policy.test/v1", "m", attempts=1)
+        assert play(Once(), Endpoint((LOOK,), Limits(3, 100), options), None, 1)[0].stop is StopReason.ANSWERED
+        assert hosts == ["policy.test Basic"]
+        rows, *_ = play(Once(), Endpoint((LOOK,), Limits(3, 100), replace(options, url="http://elsewhere.test/v1")), None, 1)
+        assert rows.stop is StopReason.INFRA_FAILURE and len(hosts) == 1
 
 
 def test_what_stays_broke_the_episode_and_is_not_asked_for_ever() -> None:
@@ -207,12 +239,15 @@ def test_an_answer_of_another_shape_is_a_fault() -> None:
 # ====================================================================== the command
 
 
-def evaluated(url: str, folder: Path, *more: str) -> int:
-    where = [f"--config={QUICKSTART}", f"--endpoint={url}/v1", f"--model={NAME}", f"--to={folder}", "--attempts=1"]
+def evaluated(url: str, *more: str) -> int:
+    where = [f"--config={QUICKSTART}", f"--endpoint={url}/v1", f"--model={NAME}", "--attempts=1"]
     return main(["eval", *where, "--tasks=6", "--rollouts=2", "--concurrency=3", "--config.rollout.attempts=1", *more])
 
 
-def test_an_evaluation_goes_on_where_it_was_stopped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_evaluation_goes_on_where_it_was_stopped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     asked: list[str] = []
 
     def write(text: str, request: SampleRequest) -> Sequence[int]:
@@ -223,11 +258,13 @@ def test_an_evaluation_goes_on_where_it_was_stopped(tmp_path: Path, capsys: pyte
 
     async def twice() -> tuple[int, int]:
         async with served(PLAIN, ScriptedSampler(PLAIN, write), capacity=64) as (client, _):
-            assert await asyncio.to_thread(evaluated, client.url, tmp_path) == 0
+            assert await asyncio.to_thread(evaluated, client.url) == 0
             before = len(asked)
-            assert await asyncio.to_thread(evaluated, client.url, tmp_path) == 0
+            assert await asyncio.to_thread(evaluated, client.url) == 0
             between = len(asked)
-            assert await asyncio.to_thread(evaluated, client.url, tmp_path, "--temperature=0") == 0
+            assert (
+                await asyncio.to_thread(evaluated, client.url, f"--to={tmp_path / 'to'}", "--config.rollout.deadline_s=99") == 0
+            )
             return between - before, len(asked) - between
 
     again, other = asyncio.run(twice())
@@ -235,8 +272,11 @@ def test_an_evaluation_goes_on_where_it_was_stopped(tmp_path: Path, capsys: pyte
     first, second, _ = (json.loads("{" + text) for text in re.split(r"(?m)^\{", printed.out)[1:])
     assert (first["broken"], second["broken"]) == (1, 0) and second["n"] == 6
     assert 0 < again <= 8 < other  # only what broke; with another setting, everything
-    assert "12 episodes are there already" in printed.err and "1 episodes broke" in printed.err
-    (folder,) = (path for path in tmp_path.iterdir() if json.loads((path / "table.json").read_text()) == second)
+    assert "11 episodes are there already" in printed.err and "1 episodes broke" in printed.err
+    (folder,), (other_folder,) = (tmp_path / "evals").iterdir(), (tmp_path / "to").iterdir()
+    assert json.loads((folder / "table.json").read_text()) == second and folder.name != other_folder.name
+    kept = [record for path in (folder / "journal").iterdir() for record in read(path)]
+    assert len(kept) == 12 and all(StopReason(row["stop"]).counts for record in kept for row in record["rows"])
     assert len(Store(folder).read("episodes")) == 12
     assert json.loads((folder / "settings.json").read_text())["policy"]["model"] == NAME
 

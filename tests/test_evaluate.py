@@ -128,6 +128,7 @@ def test_the_table_of_several_episodes_per_task() -> None:
     assert table["pass_at_k"] == {"1": 0.25, "2": 0.5}
     assert table["pass_hat_k"] == {"1": 0.25, "2": 0.0}
     assert table["ci95"] == list(normal([0.5, 0.0]))
+    assert table["ci95_by_difficulty"] == {row(0.0).difficulty: table["ci95"]}  # episodes of one task are not independent
 
 
 @pytest.mark.parametrize("stop", [StopReason.INFRA_FAILURE, StopReason.ENV_TRUNCATED, StopReason.CANCELLED])

@@ -86,10 +86,15 @@ def test_a_step_that_appears_is_told_and_one_written_anew_begins_anew(run: Path)
 
 def test_a_file_that_cannot_be_read_is_told_and_hides_no_other(run: Path) -> None:
     (run / "trajectories" / "after.jsonl").write_text('{"torn')
+    Store(run / "trajectories").write("another-000001-v2", [episode("another/0")])
     index = Index([run])
     index.update()
     assert len(index.rows) == 5
-    assert "after.jsonl: JSONDecodeError" in index.since(0)["faults"][0]
+    faults = index.since(0)["faults"]
+    assert "after.jsonl: JSONDecodeError" in faults[0] and "another-000001-v2.jsonl: ValueError" in faults[1]
+    opened = [index.episode(number)["item"] for number in range(5)]
+    assert [item["set"] for item in opened] == ["before", *["train"] * 4]
+    assert [item["rollout"] for item in opened] == [row["rollout"] for row in index.rows]
 
 
 def test_a_group_tells_what_separated_it_and_runs_stand_apart(run: Path, tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ _SENTENCE = re.compile(r"(?<=[.!?])\s+")
 _WORD = re.compile(r"\w+")
 _TITLE_CHARS, _TITLE_WORDS = 3, 8  # at least, at most: shorter titles stand everywhere
 _SENTENCE_CHARS = 300
+QUOTE_WORDS = 3  # of a quote at least: to cite a word is not to cite, and a shorter sentence could not be cited
 _CHAINS = 32  # of one start
 
 
@@ -49,7 +50,7 @@ def hops_of(documents: Sequence[Document]) -> dict[str, list[Hop]]:
         hops = [
             Hop(document.id, sentence, name)
             for sentence in _SENTENCE.split(document.text)
-            if len(sentence) <= _SENTENCE_CHARS and not set("[]") & set(sentence)
+            if len(sentence) <= _SENTENCE_CHARS and len(sentence.split()) >= QUOTE_WORDS and not set("[]") & set(sentence)
             for name in _named(sentence, titles, longest)
             if name != document.title and sentence.count(name) == 1 and document.text.count(sentence) == 1
         ]

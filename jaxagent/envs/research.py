@@ -18,18 +18,17 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-from jaxagent.data.hops import Hop, asked, chains
+from jaxagent.data.hops import QUOTE_WORDS, Hop, asked, chains
 from jaxagent.data.records import read_records, split_of
 from jaxagent.envs.env import Env, Step, Task
 from jaxagent.rewards.citations import MAX_CITATIONS, answer_of, citations, cited
 from jaxagent.rewards.match import exact_match, f1_match, normalise
-from jaxagent.toolbox.retrieval import Document, listed, open_index, read_corpus
+from jaxagent.toolbox.retrieval import Document, each_document, listed, open_index
 from jaxagent.toolbox.search import asked as asked_query
 from jaxagent.tools import ToolFailed, dispatch_all, tool
 from jaxagent.types import Message, ToolCall
 
 CITATION, FORMAT = 0.2, 0.1
-QUOTE_WORDS = 3  # of a quote at least: to cite a word is not to cite
 SCORERS = {"exact_match": exact_match, "f1_match": f1_match}
 _SPLITS = ("train", "demo", "valid", "test")
 _TOLD = (
@@ -69,9 +68,12 @@ class Research:
             raise ValueError(f"env.options.hops must be numbers from 1 to 8, got {hops}")
         self.index = open_index(corpus, index)
         self.reward, self.top, self.chars = SCORERS[reward], top, chars
-        documents = read_corpus(corpus)
-        if unquotable := [one.id for one in documents if set("[]:") & set(one.id)]:
-            raise ValueError(f"{corpus}: ids with [, ] or : cannot be cited, got {unquotable[0]!r}")
+        documents = list[Document]()  # kept where questions are made of them: a large corpus is not held
+        for one in each_document(corpus):
+            if set("[]:") & set(one.id):
+                raise ValueError(f"{corpus}: ids with [, ] or : cannot be cited, got {one.id!r}")
+            if not path:
+                documents.append(one)
         self.rows = _read(path, test_path) if path else _made(corpus, documents, hops)
         self.sizes = {split: len(rows) for split, rows in self.rows.items()}
         self.tools = tuple(one.spec for one in ResearchEpisode(self).tools)

@@ -25,10 +25,8 @@ function redraw(run) {
   $("#curves .grid").replaceChildren();
   drawHeader();
   drawCurves();
-  if ($("#time")) {
-    $("#time").replaceChildren(el("h2", {}, "Time"));
-    drawTime();
-  }
+  $("#time").replaceChildren(el("h2", {}, "Time"));
+  drawTime();
   drawRuns();
 }
 

@@ -6,7 +6,8 @@ function drawTime() {
   const parts = [...PARTS, ...Object.keys(RUN.seconds).filter((name) => !PARTS.includes(name))].filter(
     (name) => RUN.seconds[name] > 0,
   );
-  if (!parts.length) return $("#time").remove();
+  $("#time").hidden = !parts.length; // of a run that has just begun
+  if (!parts.length) return;
   const named = { sft: "warm-up", eval: "evaluation", train: "gradient", publish: "publish weights" },
     cls = (part) => "t" + Math.min(6, PARTS.indexOf(part) < 0 ? 6 : PARTS.indexOf(part));
   const values = parts.map(() => el("strong")),

@@ -8,7 +8,7 @@ import re
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -183,12 +183,17 @@ def _is_of(folder: Path, corpus: Path) -> bool:
 
 
 def read_corpus(path: str | Path) -> list[Document]:
+    """The documents of a file, see `each_document`."""
+    return list(each_document(path))
+
+
+def each_document(path: str | Path) -> Iterator[Document]:
     """The documents of a JSONL file: `title` and `text`, or Search-R1's `contents`, whose first line is the title; and `id`,
     by default the number of the line.
 
     Raises ValueError naming file, line and fault.
     """
-    documents, seen = [], dict[str, int]()
+    seen = dict[str, int]()
     for number, record in numbered(path):
         if "contents" in record:
             title, _, text = str(record["contents"]).partition("\n")
@@ -201,8 +206,7 @@ def read_corpus(path: str | Path) -> list[Document]:
         if id_ in seen:
             raise ValueError(f"{path}, line {number}: the id {id_!r} is that of line {seen[id_]}")
         seen[id_] = number
-        documents.append(Document(id_, title, text))
-    return documents
+        yield Document(id_, title, text)
 
 
 def open_index(corpus: str, folder: str = "") -> Index:

@@ -87,6 +87,11 @@ def test_a_sentence_whose_gap_two_names_would_fill_is_left_out() -> None:
     assert [hop.names for hop in hops_of(twice)["1"]] == ["Varna"]
 
 
+def test_a_sentence_too_short_to_be_quoted_is_no_hop() -> None:
+    short = [Document("1", "Ulm", "See Danube. Ulm has Varna."), *TOWNS[1:2], TOWNS[4]]
+    assert [hop.names for hop in hops_of(short)["1"]] == ["Varna"]
+
+
 def test_a_chain_whose_sentences_tell_a_later_name_is_none() -> None:
     told = [Document("1", "Ulm", "Ulm lies on the Danube before Varna."), Document("2", "Danube", "The Danube passes Varna.")]
     made = chains([*told, Document("5", "Varna", "x")], (2,))

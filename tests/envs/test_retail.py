@@ -6,6 +6,7 @@ import asyncio
 import json
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -214,6 +215,42 @@ def test_the_customer_tells_what_is_asked_for_and_agrees_to_what_is_whole(said: 
     assert customer(BACK).hear(said, set()).startswith(answer)
 
 
+@pytest.mark.parametrize(
+    ("option", "said", "answer"),
+    [
+        ("S", "I will send it; let's use a smaller size. Shall I proceed?", "I do not know yet"),
+        ("S", "I will exchange it, size S. Shall I proceed?", "Yes"),
+        ("S", "I will exchange it, size 's'. Shall I proceed?", "Yes"),
+        ("8", "I will exchange it for 18, that is $8.50. Shall I proceed?", "I do not know yet"),
+        ("8", "I will exchange it for size 8. Shall I proceed?", "Yes"),
+        ("red", "I will have it delivered in a covered box. Shall I proceed?", "I do not know yet"),
+        ("#W1", "I will cancel #W12. Shall I proceed?", "I do not know yet"),
+        ("#W1", "I will cancel (#W1). Shall I proceed?", "Yes"),
+    ],
+)
+def test_an_option_is_said_where_it_is_a_word_of_its_own(option: str, said: str, answer: str) -> None:
+    assert customer(replace(BACK, named=((option,),))).hear(said, set()).startswith(answer)
+
+
+@pytest.mark.parametrize(
+    ("kind", "said", "met"),
+    [
+        ("how_many", "There are 4.", True),
+        ("how_many", "There are 4 or 5.", False),
+        ("how_many", "It is not 4.", False),
+        ("how_many", "There aren't exactly 4.", False),
+        ("how_many", "I cannot say more: there are 4.", True),
+        ("how_much", "2 items, $4.00 in all.", True),
+        ("how_much", "It is not $4.00.", False),
+        ("how_much", "It is $4.00, not $5.00.", True),
+    ],
+)
+def test_an_answer_that_is_hedged_is_none(kind: str, said: str, met: bool) -> None:
+    one = customer(Wish(kind, ("Tell me.",), {}, answer="4"), BACK)
+    one.hear(said, set())
+    assert one.met == int(met)
+
+
 def test_a_fact_is_not_told_before_it_is_asked_for() -> None:
     one = customer(BACK)
     assert not any(fact in one.open() for fact in BACK.facts.values())
@@ -323,10 +360,17 @@ def test_an_exchange_for_another_product_or_what_is_sold_out_is_refused(counter:
     own = order["payment_history"][0]["payment_method_id"]
     query = "SELECT * FROM variants WHERE product_id {} ? AND available = ?"
     other = counter.store.row(query.format("!="), order["items"][0]["product_id"], 1) or {}
-    sold = counter.store.row("SELECT * FROM variants WHERE NOT available AND product_id IN (SELECT product_id FROM variants)")
-    for new, said in ((other["item_id"], "is another product than"), ((sold or {})["item_id"], "")):
-        about = {"order_id": order["order_id"], "item_ids": [order["items"][0]["item_id"]], "new_item_ids": [new]}
-        record = counter.call(ToolCall("exchange_delivered_order_items", {**about, "payment_method_id": own}))
+    query = "SELECT o.order_id, i.item_id AS item, new.item_id AS new, m.payment_method_id AS card FROM orders o "
+    query += "JOIN items i USING (order_id) JOIN variants v ON v.item_id = i.item_id JOIN payments m USING (order_id) "
+    query += "JOIN variants new ON new.product_id = v.product_id AND new.item_id != i.item_id "
+    sold = counter.store.row(query + "WHERE o.status = 'delivered' AND NOT new.available ORDER BY o.order_id, new.item_id")
+    assert sold
+    for order_id, item, new, card, said in (
+        (order["order_id"], order["items"][0]["item_id"], other["item_id"], own, "is another product than"),
+        (sold["order_id"], sold["item"], sold["new"], sold["card"], f"{sold['new']} cannot be had"),
+    ):
+        about = {"order_id": order_id, "item_ids": [item], "new_item_ids": [new], "payment_method_id": card}
+        record = counter.call(ToolCall("exchange_delivered_order_items", about))
         assert record.outcome == "error"
         assert said in record.result
 

@@ -14,7 +14,8 @@ from jaxagent.envs.shops.wishes import Wish
 
 PATIENCE = 3  # messages about one wish that lead nowhere
 _READ_CHARS = 4000  # of a message
-_MOST_NUMBERS = 3  # in an answer to a question: who lists them all has not answered
+_MOST_NUMBERS = 3  # in an answer to a question, beside the one wanted: an item's price, say
+_COUNTED = "how_many"  # the question with few possible answers: who says two of them has not answered
 _SENTENCE = re.compile(r"(?<=[.?!\n])\s+")
 _ASKED = re.compile(r"\?|\b(please|tell me|give me|share|provide|i need|could you|let me know)\b")
 _TOPICS = {
@@ -35,6 +36,7 @@ _REFUSED = re.compile(
     r"|\bmust refuse\b|\bnot eligible\b"
 )
 _NUMBER = re.compile(r"(?<![\w#.])\d[\d,]*(?:\.\d+)?(?![\w])")
+_DENIED = re.compile(rf"(?:\bnot|n't)\s(?:\w{{1,20}}\s)?[^\w\s]?({_NUMBER.pattern})")
 
 
 class Customer:
@@ -67,7 +69,7 @@ class Customer:
         if refused and self._rightly_refused(read):
             return self._next("That is a pity.")
         asked = self._asked(words)
-        lacking = [ways for ways in self.wish.named if not any(way.lower() in words for way in ways)]
+        lacking = [ways for ways in self.wish.named if not any(_says(words, way.lower()) for way in ways)]
         proposed = bool(_PROPOSED.search(words)) and bool(self.wish.named)
         if proposed and not lacking:
             self.agreed, self.misses = True, 0
@@ -101,11 +103,14 @@ class Customer:
         return " ".join(facts[topic] for topic in known)
 
     def _answered(self, words: str, read: set[tuple[str, str]]) -> bool:
-        """Whether a question's number was said, by who had looked, and not among many."""
+        """Whether a question's number was said, by who had looked, neither among many nor as what it is not."""
         if not self.wish.answer or not set(self.wish.reads) <= read:
             return False
-        numbers = {float(number.replace(",", "")) for number in _NUMBER.findall(words)}
-        return float(self.wish.answer) in numbers and len(numbers) <= _MOST_NUMBERS
+        numbers, denied = (
+            {float(number.replace(",", "")) for number in pattern.findall(words)} for pattern in (_NUMBER, _DENIED)
+        )
+        most = 1 if self.wish.kind == _COUNTED else _MOST_NUMBERS
+        return float(self.wish.answer) in numbers - denied and len(numbers) <= most
 
     def _rightly_refused(self, read: set[tuple[str, str]]) -> bool:
         wish = self.wish
@@ -122,3 +127,8 @@ class Customer:
     def _missed(self, said: str) -> str:
         self.misses += 1
         return said if self.misses < PATIENCE else ""
+
+
+def _says(words: str, way: str) -> bool:
+    """Whether a text has `way` as words of its own: the size "s" is neither in "send" nor in "let's", "8" not in "8.5"."""
+    return bool(re.search(rf"(?<!\w)(?<!\w')(?<!\d[.,]){re.escape(way)}(?!\w|[.,]\d)", words))
