@@ -15,8 +15,6 @@ from package_with_tests import FILES
 from jaxagent.data.packages import Package
 from jaxagent.data.trials import Run, Runner, Seen, touching
 
-# Tests are run in forks of this process, which may hold JAX and its threads; `jaxagent swe` forks one that does not.
-pytestmark = pytest.mark.filterwarnings(r"ignore:os.fork\(\) was called:RuntimeWarning")
 WALK, TEST = "src/pathlen/walk.py", "tests/test_walk.py"
 
 
