@@ -37,7 +37,8 @@ from jaxagent.engine.cache import cache_of
 from jaxagent.engine.options import EngineOptions, used_lengths
 from jaxagent.engine.steps import make_steps, new_rows
 from jaxagent.models.attention import AttentionSpec
-from jaxagent.models.attention_paged import PagedReference, paged_attention
+from jaxagent.models.attention_choice import paged_attention
+from jaxagent.models.attention_paged import PagedReference
 from jaxagent.models.attention_triton import PagedGpu
 from jaxagent.models.transformer import Decoder, DecoderConfig, params_of
 from jaxagent.sharding import DeviceMesh

@@ -20,7 +20,7 @@ from jaxagent.engine.cache import cache_of
 from jaxagent.engine.controls import ControlSizes, new_controls
 from jaxagent.engine.engine import EngineOptions, used_lengths
 from jaxagent.engine.steps import make_steps, new_rows
-from jaxagent.models.attention_paged import paged_attention
+from jaxagent.models.attention_choice import paged_attention
 from jaxagent.models.transformer import Decoder, DecoderConfig, Params, logical_axes
 from jaxagent.sharding import DeviceMesh
 

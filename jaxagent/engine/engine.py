@@ -36,7 +36,7 @@ from jaxagent.engine.slots import AWAY, Row, SlotTable
 from jaxagent.engine.speculation import Speculation
 from jaxagent.engine.steps import make_steps, new_rows
 from jaxagent.engine.stops import end_of, sample_of
-from jaxagent.models.attention_paged import paged_attention
+from jaxagent.models.attention_choice import paged_attention
 from jaxagent.models.transformer import Decoder, DecoderConfig, Params, logical_axes, params_of
 from jaxagent.sharding import DeviceMesh
 from jaxagent.types import Sample, SampleRequest, Vocabulary

@@ -1,4 +1,4 @@
-"""Which back end attends in training: chosen from the device, the mesh and the model, said in a sentence, overridable."""
+"""Which back end attends: in training by device, mesh and model, said in a sentence, overridable; over pages by device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from jaxagent.models.attention import Attend, AttentionSpec, packed
 from jaxagent.models.attention_blocked import Blocked, Kernel
 from jaxagent.models.attention_context import over_mesh
 from jaxagent.models.attention_cudnn import Cudnn
+from jaxagent.models.attention_paged import Paged, PagedReference
 from jaxagent.models.attention_splash import Splash
+from jaxagent.models.attention_triton import PagedGpu
 from jaxagent.sharding import DeviceMesh
 
 NAMES = ("auto", "xla", "splash", "cudnn", "context")
@@ -104,3 +106,10 @@ def _fault(name: str, facts: Facts, shards: int) -> str:
         if facts.head_width % 8 or facts.head_width > widest:
             return f"cuDNN takes head widths up to {widest} in steps of 8 here, this model has {facts.head_width}"
     return f"mesh.context={shards} cuts rows" if shards > 1 and name in ("splash", "cudnn") else ""
+
+
+def paged_attention(spec: AttentionSpec, mesh: DeviceMesh) -> Paged | PagedGpu | PagedReference:
+    """The form of pages for the devices of a replica."""
+    if mesh.platform == "gpu":
+        return PagedGpu(spec, mesh)
+    return Paged(spec, mesh) if mesh.platform == "tpu" else PagedReference(spec)

@@ -11,6 +11,7 @@ table is read ahead to say which comes next.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -23,7 +24,6 @@ from jaxtyping import Array, Float, Int
 
 from jaxagent.models.attention import NEGATIVE, AttentionSpec, attend_cached, group_queries, soft_cap
 from jaxagent.models.attention_blocked import pad_length, round_up
-from jaxagent.models.attention_triton import PagedGpu
 from jaxagent.sharding import DeviceMesh
 
 Pages = tuple[Array, Array]  # keys and values [P, K, Z, H] of one layer
@@ -84,7 +84,7 @@ def write_pages(
     def aligned(new: Array) -> Array:
         at = jnp.clip(source_BX, 0, length - 1)[:, :, None, None]
         return (
-            _widen(jnp.take_along_axis(new, at, axis=1), width)
+            widen(jnp.take_along_axis(new, at, axis=1), width)
             .astype(dtype)
             .reshape(batch, tiles, depth, kv_heads, width)
             .swapaxes(2, 3)
@@ -160,21 +160,8 @@ class Paged:
     ) -> tuple[Float[Array, "B T N H"], Pages]:
         """Writes the keys and values of new tokens, and lets their queries attend; `new` is q, k and v."""
 
-        def on_a_device(q: Array, k: Array, v: Array, *rest: Array) -> tuple[Array, Array, Array]:
-            keys, values, table, start, count = rest
-            written = write_pages((keys, values), k, v, table, start, count, interpret=self.interpret)
-            return self(q, written, table, start, count, sliding), *written
-
-        copies = pages[0].shape[1] // new[1].shape[2]  # of each key head
-        q, k, v = new[0], *(jnp.repeat(part, copies, axis=2) for part in new[1:])
-        given = q, k, v, *pages, table_BM, start_B, count_B
-        if self.mesh is None or self.mesh.size["tensor"] == 1:
-            out, *written = on_a_device(*given)
-        else:
-            heads, held = (None, None, "kv_heads", None), (None, "kv_heads", None, None)
-            inputs = heads, heads, heads, held, held, (None, None), (None,), (None,)
-            out, *written = self.mesh.per_device(on_a_device, inputs, (heads, held, held))(*given)
-        return out, (written[0], written[1])
+        write = partial(write_pages, interpret=self.interpret)
+        return attend_new(self, self.mesh, write, new, pages, (table_BM, start_B, count_B), sliding)
 
     def __call__(
         self,
@@ -198,7 +185,7 @@ class Paged:
         queries = min(length, max(1, self.tile_rows // heads))
         tile = _Tile(self.spec, self.spec.window if sliding else 0, queries, sharing, size, self.interpret)
         padded = round_up(length, queries)
-        q = group_queries(_widen(pad_length(q_BTNH, padded), width), kv_heads, self.spec.scale)  # B K T Q H
+        q = group_queries(widen(pad_length(q_BTNH, padded), width), kv_heads, self.spec.scale)  # B K T Q H
         q = q.reshape(batch, kv_heads, padded // queries, queries * sharing, width).swapaxes(1, 2)
         rows = (kv_heads, queries * sharing)
 
@@ -265,11 +252,38 @@ class PagedReference:
         return attend_cached(q, read, pos, kv_heads, length, size, self.spec, sliding), (keys, values)
 
 
-def paged_attention(spec: AttentionSpec, mesh: DeviceMesh) -> Paged | PagedGpu | PagedReference:
-    """The form for the devices of a replica."""
-    if mesh.platform == "gpu":
-        return PagedGpu(spec, mesh)
-    return Paged(spec, mesh) if mesh.platform == "tpu" else PagedReference(spec)
+def attend_new(
+    kernel: Callable[..., Array],
+    mesh: DeviceMesh | None,
+    write: Callable[..., Pages],
+    new: tuple[Array, Array, Array],
+    pages: Pages,
+    rows: tuple[Array, Array, Array],
+    sliding: bool,
+) -> tuple[Float[Array, "B T N H"], Pages]:
+    """Writes new keys and values into pages and attends to these, on every device of a replica its own heads.
+
+    Args:
+        kernel: (q, pages, table, start, count, sliding) -> outputs.
+        write: (pages, k, v, table, start, count) -> pages.
+        rows: table, start and count.
+    """
+
+    def on_a_device(q: Array, k: Array, v: Array, *rest: Array) -> tuple[Array, Array, Array]:
+        keys, values, table, start, count = rest
+        written = write((keys, values), k, v, table, start, count)
+        return kernel(q, written, table, start, count, sliding), *written
+
+    copies = pages[0].shape[1] // new[1].shape[2]  # of each key head
+    q, k, v = new[0], *(jnp.repeat(part, copies, axis=2) for part in new[1:])
+    given = q, k, v, *pages, *rows
+    if mesh is None or mesh.size["tensor"] == 1:
+        out, *written = on_a_device(*given)
+    else:
+        heads, held = (None, None, "kv_heads", None), (None, "kv_heads", None, None)
+        inputs = heads, heads, heads, held, held, (None, None), (None,), (None,)
+        out, *written = mesh.per_device(on_a_device, inputs, (heads, held, held))(*given)
+    return out, (written[0], written[1])
 
 
 def _cost(q: Array, pages: Pages, table_BM: Array) -> pl.CostEstimate:
@@ -278,7 +292,7 @@ def _cost(q: Array, pages: Pages, table_BM: Array) -> pl.CostEstimate:
     return _moves(held + 2 * q.size * q.dtype.itemsize)
 
 
-def _widen(x: Array, width: int) -> Array:
+def widen(x: Array, width: int) -> Array:
     """Zeros behind the last dimension."""
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, width - x.shape[-1])])
 

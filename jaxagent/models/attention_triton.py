@@ -20,9 +20,8 @@ from jaxtyping import Array, Float, Int
 
 from jaxagent.models.attention import NEGATIVE, AttentionSpec, group_queries, soft_cap
 from jaxagent.models.attention_blocked import pad_length
+from jaxagent.models.attention_paged import Pages, attend_new, widen
 from jaxagent.sharding import DeviceMesh
-
-Pages = tuple[Array, Array]  # keys and values [P, K, Z, H] of one layer
 
 LEAST = 16  # rows and columns of a product on matrix units
 PROGRAMS = 1024  # that a call is shared out among, a few for each multiprocessor
@@ -69,21 +68,7 @@ class PagedGpu:
     ) -> tuple[Float[Array, "B T N H"], Pages]:
         """Writes the keys and values of new tokens, and lets their queries attend; `new` is q, k and v."""
 
-        def on_a_device(q: Array, k: Array, v: Array, *rest: Array) -> tuple[Array, Array, Array]:
-            keys, values, table, start, count = rest
-            written = write_pages((keys, values), k, v, table, start, count)
-            return self(q, written, table, start, count, sliding), *written
-
-        copies = pages[0].shape[1] // new[1].shape[2]  # of each key head
-        q, k, v = new[0], *(jnp.repeat(part, copies, axis=2) if copies > 1 else part for part in new[1:])
-        given = q, k, v, *pages, table_BM, start_B, count_B
-        if self.mesh is None or self.mesh.size["tensor"] == 1:
-            out, *written = on_a_device(*given)
-        else:
-            heads, held = (None, None, "kv_heads", None), (None, "kv_heads", None, None)
-            inputs = heads, heads, heads, held, held, (None, None), (None,), (None,)
-            out, *written = self.mesh.per_device(on_a_device, inputs, (heads, held, held))(*given)
-        return out, (written[0], written[1])
+        return attend_new(self, self.mesh, write_pages, new, pages, (table_BM, start_B, count_B), sliding)
 
     def __call__(
         self,
@@ -114,7 +99,7 @@ class PagedGpu:
         window = self.spec.window if sliding else 0
         tile = _Tile(self.spec, window, queries, sharing, rows, size, keys, parts, self.interpret)
         # B K C R H: tiles of queries, each with its heads
-        q = group_queries(_widen(pad_length(q_BTNH, tiles * queries), width), kv_heads, self.spec.scale)
+        q = group_queries(widen(pad_length(q_BTNH, tiles * queries), width), kv_heads, self.spec.scale)
         q = q.reshape(batch, kv_heads, tiles, queries * sharing, width)
         q = jnp.pad(q, [(0, 0)] * 3 + [(0, rows - queries * sharing), (0, 0)])
 
@@ -162,7 +147,7 @@ def write_pages(
     pos = jnp.where(valid, start_B[:, None] + ahead, 0)
     page = jnp.where(valid, jnp.take_along_axis(table_BM, pos // size, axis=1), total)  # beyond the last: dropped
     keys, values = (
-        held.at[page, :, pos % size].set(_widen(new, width).astype(held.dtype), mode="drop")
+        held.at[page, :, pos % size].set(widen(new, width).astype(held.dtype), mode="drop")
         for held, new in zip(pages, (k_BTKH, v_BTKH), strict=True)
     )
     return keys, values
@@ -171,11 +156,6 @@ def write_pages(
 def power_of_two(n: int) -> int:
     """The next one, and no less than the matrix units take."""
     return max(LEAST, 1 << (n - 1).bit_length())
-
-
-def _widen(x: Array, width: int) -> Array:
-    """Zeros behind the last dimension."""
-    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, width - x.shape[-1])])
 
 
 def _kernel(

@@ -13,7 +13,8 @@ from jaxtyping import Array
 from page_cases import CASES, ROOM, SIZE, WIDTH, Held
 
 from jaxagent.models.attention import AttentionSpec
-from jaxagent.models.attention_triton import PagedGpu, Pages
+from jaxagent.models.attention_paged import Pages
+from jaxagent.models.attention_triton import PagedGpu
 
 
 def attend(held: Held, form: PagedGpu, given: tuple[Array, Array, Array, Array]) -> tuple[Array, Pages]:
