@@ -177,13 +177,13 @@ def test_idle_trajectories_that_hold_all_pages_do_not_keep_a_new_one_waiting(pag
 def test_new_weights_in_the_middle_of_turns_are_computed_again_in_pages_of_each_rows_own(pages: Engine) -> None:
     prompt = [i % 40 for i in range(12)]
 
-    async def story() -> tuple[list[Any], list[Any]]:
+    async def story(version: int) -> tuple[list[Any], list[Any]]:
         begun = asyncio.Event()
         asked = [replace(ask(f"w{i}", prompt, group="g", max_tokens=20), stop=()) for i in range(4)]
         asked[0] = replace(asked[0], hear=lambda tokens: begun.set())
         turns = [asyncio.create_task(pages.generate(request)) for request in asked]
         await begun.wait()
-        await asyncio.to_thread(pages.publish, tiny.params(CONFIG, seed=1), 1)
+        await asyncio.to_thread(pages.publish, tiny.params(CONFIG, seed=1), version)
         first = await asyncio.gather(*turns)
         for name in ("w1", "w2", "w3"):  # the rest has room enough
             pages.release(name)
@@ -193,10 +193,13 @@ def test_new_weights_in_the_middle_of_turns_are_computed_again_in_pages_of_each_
             pages.release(name)
         return first, [second, again]
 
-    first, (second, again) = run(story())
-    assert set(first[0].versions) == {0, 1}
-    assert second.tokens == again.tokens  # as if these weights had been there from the beginning
-    pages.publish(tiny.params(CONFIG), version=2)
+    for version in range(1, 20, 2):
+        first, (second, again) = run(story(version))
+        assert second.tokens == again.tokens  # as if these weights had been there from the beginning
+        pages.publish(tiny.params(CONFIG), version=version + 1)
+        if set(first[0].versions) == {version - 1, version}:
+            return
+    pytest.fail("ten turns were all over before the weights were there")
 
 
 def test_without_exactness_the_tokens_are_the_same(wanted: dict[str, Turns]) -> None:
