@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute")
@@ -147,28 +147,16 @@ def moved_bytes(text: str, trips: int = 1) -> float:
     computations = dict(_computations(text))
     types = {i[1]: i[2] for lines in computations.values() for line in lines if (i := _INSTRUCTION.match(line))}
 
-    def of(computation: str) -> float:
-        return sum(moved(line, *i.groups()[1:3]) for line in computations[computation] if (i := _INSTRUCTION.match(line)))
-
     def moved(line: str, result: str, opcode: str) -> float:
-        called = {how: re.findall(r"[\w.\-]+", names) for how, names in _CALLED.findall(line)}
-        if opcode in _FREE or opcode.endswith("-done"):
-            return 0
-        if opcode == "while":
-            return (int(runs[1]) if (runs := _TRIPS.search(line)) else trips) * of(called["body"][0])
-        if opcode == "conditional":
-            return min(of(name) for name in called.get("branch_computations", _BRANCH.findall(line)))
-        if opcode == "call":
-            return of(called["to_apply"][0])
         if opcode == "custom-call":
             return int(cost[1]) if (cost := _COST.search(line)) else 0
         if opcode.endswith("-start") and opcode != "all-reduce-start":
             return _size_bytes(_TYPED.findall(result)[1][0])  # into fast memory or out of it; what it is made of comes first
         operands = [types[name] for name in _operands(line, opcode) if name in types]
-        fused = computations.get(called.get("calls", [""])[0], [])
+        fused = computations.get(_called(line).get("calls", [""])[0], [])
         return _of_operation(result, operands, opcode, _shared(line), fused)
 
-    return of("ENTRY")
+    return _total(computations, trips, moved)
 
 
 def kernels(text: str, trips: int = 1) -> int:
@@ -177,20 +165,28 @@ def kernels(text: str, trips: int = 1) -> int:
     Args:
         trips: of loops whose number of runs the compiler does not know.
     """
-    computations = dict(_computations(text))
+    return round(_total(dict(_computations(text)), trips, lambda *_: 1))
 
-    def of(computation: str) -> int:
-        return sum(sent(line, i[3]) for line in computations[computation] if (i := _INSTRUCTION.match(line)))
 
-    def sent(line: str, opcode: str) -> int:
-        called = {how: re.findall(r"[\w.\-]+", names) for how, names in _CALLED.findall(line)}
+def _called(line: str) -> dict[str, list[str]]:
+    return {how: re.findall(r"[\w.\-]+", names) for how, names in _CALLED.findall(line)}
+
+
+def _total(computations: dict[str, list[str]], trips: int, of_one: Callable[[str, str, str], float]) -> float:
+    """The sum over all operations that run, each by its line, result and opcode; of alternatives the least."""
+
+    def of(computation: str) -> float:
+        found = ((line, _INSTRUCTION.match(line)) for line in computations[computation])
+        return sum(of_line(line, i[2], i[3]) for line, i in found if i)
+
+    def of_line(line: str, result: str, opcode: str) -> float:
         if opcode in _FREE or opcode.endswith("-done"):
             return 0
         if opcode == "while":
-            return (int(runs[1]) if (runs := _TRIPS.search(line)) else trips) * of(called["body"][0])
+            return (int(runs[1]) if (runs := _TRIPS.search(line)) else trips) * of(_called(line)["body"][0])
         if opcode == "conditional":
-            return min(of(name) for name in called.get("branch_computations", _BRANCH.findall(line)))
-        return of(called["to_apply"][0]) if opcode == "call" else 1
+            return min(of(name) for name in _called(line).get("branch_computations", _BRANCH.findall(line)))
+        return of(_called(line)["to_apply"][0]) if opcode == "call" else of_one(line, result, opcode)
 
     return of("ENTRY")
 

@@ -159,7 +159,6 @@ class Paged:
         self, new: tuple[Array, Array, Array], pages: Pages, table_BM: Array, start_B: Array, count_B: Array, sliding: bool
     ) -> tuple[Float[Array, "B T N H"], Pages]:
         """Writes the keys and values of new tokens, and lets their queries attend; `new` is q, k and v."""
-
         write = partial(write_pages, interpret=self.interpret)
         return attend_new(self, self.mesh, write, new, pages, (table_BM, start_B, count_B), sliding)
 

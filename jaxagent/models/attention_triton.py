@@ -67,7 +67,6 @@ class PagedGpu:
         self, new: tuple[Array, Array, Array], pages: Pages, table_BM: Array, start_B: Array, count_B: Array, sliding: bool
     ) -> tuple[Float[Array, "B T N H"], Pages]:
         """Writes the keys and values of new tokens, and lets their queries attend; `new` is q, k and v."""
-
         return attend_new(self, self.mesh, write_pages, new, pages, (table_BM, start_B, count_B), sliding)
 
     def __call__(

@@ -9,6 +9,7 @@ import pytest
 from scipy import stats
 
 from jaxagent.engine.sampling import draw_inverse_cdf, restrict, sample, uniforms
+from jaxagent.engine.steps import new_rows
 
 run, draw = jax.jit(sample), jax.jit(draw_inverse_cdf)
 
@@ -142,3 +143,10 @@ def test_the_settings_of_a_row_do_not_change_a_bit_of_its_neighbours() -> None:
     assert mixed[0][1] == z[1].argmax()
     assert kept(z[2], 3, 1.0)[mixed[0][2]]
     assert kept(z[3], 0, 0.5)[mixed[0][3]]
+
+
+def test_no_branch_of_a_draw_gives_an_array_over_the_vocabulary() -> None:
+    rows = new_rows(4, 1)
+    traced = jax.make_jaxpr(sample)(jnp.zeros((4, 512)), jnp.ones(4), rows)
+    branches = [equation for equation in traced.eqns if equation.primitive.name == "cond"]
+    assert branches and all(512 not in out.aval.shape for equation in branches for out in equation.outvars)
