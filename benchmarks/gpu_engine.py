@@ -148,11 +148,11 @@ def seconds(call: Callable[[], Any], repeats: int = 5) -> float:
 
 
 def ceilings() -> dict[str, float]:
-    """GB/s of copying and of reading, TFLOP/s of a bf16 product, microseconds of a small kernel in a chain of them."""
+    """GB/s of copying, scaled and as it is, and of reading; TFLOP/s of a bf16 product; microseconds of a small kernel in a row."""
     on_cpu = jax.devices()[0].platform == "cpu"
     words, side = (1 << 20, 512) if on_cpu else (1 << 30, 8192)
     x = jax.jit(lambda: jax.random.normal(jax.random.key(0), (words,)))()
-    copy, read = jax.jit(lambda x: x * 1.5), jax.jit(jnp.sum)
+    scale, copy, read = jax.jit(lambda x: x * 1.5), jax.jit(jnp.copy), jax.jit(jnp.sum)
     a = jax.jit(lambda: jax.random.normal(jax.random.key(1), (side, side), jnp.bfloat16))()
     product = jax.jit(lambda a: a @ a)
     small = jnp.ones((8, 128))
@@ -164,11 +164,17 @@ def ceilings() -> dict[str, float]:
 
     chained = jax.jit(chain)
     return {
+        "scale_gbps": 8 * words / seconds(lambda: scale(x)) / 1e9,
         "copy_gbps": 8 * words / seconds(lambda: copy(x)) / 1e9,
         "read_gbps": 4 * words / seconds(lambda: read(x)) / 1e9,
         "tflops": 2 * side**3 / seconds(lambda: product(a)) / 1e12,
         "kernel_us": seconds(lambda: chained(small)) / 300 * 1e6,
     }
+
+
+def bandwidth(ceiling: dict[str, float]) -> float:
+    """The best of all ways, in GB/s."""
+    return max(value for name, value in ceiling.items() if name.endswith("gbps"))
 
 
 # ---------------------------------------------------------------------- decode
@@ -237,7 +243,7 @@ def roofline_s(config: DecoderConfig, rows: int, context: float, weights: Any, c
     held = 2 * c.layers * c.kv_heads * c.head_width * 2 * context * rows
     moved = 2 * size + held + 3 * 4 * rows * c.vocab_size
     flop = 2 * size * rows + 4 * c.layers * c.heads * c.head_width * context * rows
-    return max(moved / max(ceiling["copy_gbps"], ceiling["read_gbps"]) / 1e9, flop / ceiling["tflops"] / 1e12)
+    return max(moved / bandwidth(ceiling) / 1e9, flop / ceiling["tflops"] / 1e12)
 
 
 def profile(call: Callable[[], None], tokens: int) -> str:
@@ -280,7 +286,7 @@ def attention(ceiling: dict[str, float], layouts: bool) -> None:
     for shape in SHAPES if jax.devices()[0].platform != "cpu" else ((2, 4, 2, 16, 128),):
         for name, us in attentions(*shape, layouts=layouts):
             batch, _, kv_heads, width, context = shape
-            least = 4 * batch * kv_heads * width * context / max(ceiling["copy_gbps"], ceiling["read_gbps"]) / 1e3
+            least = 4 * batch * kv_heads * width * context / bandwidth(ceiling) / 1e3
             told = f"{us:.1f} | {least / us:.2f}" if isinstance(us, float) else f"{us} |"
             print(f"| {', '.join(map(str, shape))} | {name} | {told} |", flush=True)
 
@@ -295,47 +301,61 @@ def attentions(batch: int, heads: int, kv_heads: int, width: int, context: int, 
     flat = [
         tuple(normal(jax.ShapeDtypeStruct((batch, context, kv_heads, width), jnp.bfloat16)) for _ in "kv") for _ in range(4)
     ]
-    q = normal(jax.ShapeDtypeStruct((batch, 1, heads, width), jnp.bfloat16)) * 50
+    q, k, v = (normal(jax.ShapeDtypeStruct((batch, 1, n, width), jnp.bfloat16)) * 50 for n in (heads, kv_heads, kv_heads))
     start, ones = jnp.full(batch, context - 1), jnp.ones(batch, jnp.int32)
-    lengths = jnp.full(batch, context, jnp.int32)
+    lengths, copied = jnp.full(batch, context, jnp.int32), partial(jax.tree.map, jnp.copy)  # a call takes what it is given
 
-    def timed(one: Callable[..., jax.Array], held: Any) -> Any:
-        def many(q: jax.Array, held: Any) -> jax.Array:
-            def body(_: jax.Array, q: jax.Array) -> jax.Array:
+    def timed(one: Callable[..., tuple[jax.Array, Any]], held: Any) -> Any:
+        def many(q: jax.Array, held: Any) -> tuple[jax.Array, Any]:
+            def body(_: jax.Array, carry: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
+                q, held = carry
+                grown = []
                 for layer in held:
-                    q = one(q, *layer).reshape(q.shape).astype(q.dtype)
-                return q
+                    out, layer = one(q, layer)
+                    q = out.reshape(q.shape).astype(q.dtype)
+                    grown.append(layer)
+                return q, grown
 
-            return jax.lax.fori_loop(0, loops // 4, body, q)
+            return jax.lax.fori_loop(0, loops // 4, body, (q, held))
 
         try:
-            program = jax.jit(many)
-            return seconds(lambda: program(q, held)) / (loops // 4 * 4) * 1e6
+            program = jax.jit(many, donate_argnums=1)
+
+            def call() -> Any:
+                nonlocal held
+                out, held = program(q, held)
+                return out
+
+            return seconds(call) / (loops // 4 * 4) * 1e6
         except Exception as error:
             return f"{type(error).__name__}: {str(error).splitlines()[0][:80]}"
 
     def by_jax(name: str) -> Callable[..., jax.Array]:
-        return lambda q, k, v: jax.nn.dot_product_attention(
-            q, k, v, key_value_seq_lengths=lengths, query_seq_lengths=ones, implementation=name
-        )
+        attend = partial(jax.nn.dot_product_attention, implementation=name)
+        return lambda q, held: (attend(q, *held, key_value_seq_lengths=lengths, query_seq_lengths=ones), held)
 
-    def by_pallas(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    def by_pallas(q: jax.Array, held: Any) -> tuple[jax.Array, Any]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             from jax.experimental.pallas.ops.gpu.decode_attention import gqa
-        out = gqa(q[:, 0], k, v, kv_seq_len=lengths, k_splits=min(16, context // 16), interpret=interpret)
-        return jnp.asarray(out)
+        out = gqa(q[:, 0], *held, kv_seq_len=lengths, k_splits=min(16, context // 16), interpret=interpret)
+        return jnp.asarray(out), held
+
+    def by_us(form: PagedGpu) -> Callable[..., tuple[jax.Array, Any]]:
+        return lambda q, held: form.attend((q, k, v), held, table, start, ones, False)
 
     ours = PagedGpu(spec, interpret=interpret)
     tried = {"ours": ours}
     if layouts:
-        tried |= {f"ours, {p} programs": replace(ours, programs=p) for p in (256, 512, 2048)}
-        tried |= {f"ours, {k} keys": replace(ours, keys=k) for k in (32, 128)}
-        tried |= {f"ours, {w} warps": replace(ours, warps=w) for w in (1, 2, 8)}
-        tried |= {f"ours, {n} stages": replace(ours, stages=n) for n in (1, 2, 4)}
-    found = [(name, timed(lambda q, k, v, f=f: f(q, (k, v), table, start, ones), pages)) for name, f in tried.items()]
-    found += [("XLA", timed(by_jax("xla"), flat)), ("cuDNN", timed(by_jax("cudnn"), flat))]
-    return [*found, ("JAX's Pallas kernel", timed(by_pallas, flat))]
+        names = "programs", "warps", "stages", "keys"
+        ways = [(p, w, s, k) for p in (256, 512) for w in (2, 4) for s in (2, 3) for k in (64, 128)]
+        tried |= {
+            "ours, {} programs, {} warps, {} stages, {} keys".format(*way): replace(ours, **dict(zip(names, way, strict=True)))
+            for way in ways
+        }
+    found = [(name, timed(by_us(form), copied(pages))) for name, form in tried.items()]
+    found += [("XLA", timed(by_jax("xla"), copied(flat))), ("cuDNN", timed(by_jax("cudnn"), copied(flat)))]
+    return [*found, ("JAX's Pallas kernel", timed(by_pallas, copied(flat)))]
 
 
 if __name__ == "__main__":

@@ -185,7 +185,7 @@ class EngineShapes:
         self.given = jax.tree.map(self._shape, trained, axes)
         layers = {name: a[1:] for name, a in axes["blocks"].items()}
         weights = jax.eval_shape(self.steps.publish, trained)
-        each = {name: self._flattened(layers[name], len(w.shape)) for name, w in weights["blocks"][0].items()}
+        each = {name: self._flattened(layers.get(name, ()), len(w.shape)) for name, w in weights["blocks"][0].items()}
         named = {**{name: axes[name] for name in weights}, "blocks": (each,) * config.layers}
         self.weights = jax.tree.map(self._shape, weights, named)
         o = options

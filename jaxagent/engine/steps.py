@@ -47,6 +47,8 @@ from jaxagent.models.transformer import (
     head_logits,
     head_table,
     heads_first,
+    join,
+    joined,
     output_first,
     unstack,
 )
@@ -116,6 +118,8 @@ def make_steps(
         sliced = unstack(jax.tree.map(lambda w: jnp.array(w, dtype, copy=True), merged(params, config)), config.layers)
         if mesh.platform == "tpu":
             return {**sliced, "blocks": tuple(heads_first(layer) for layer in sliced["blocks"])}
+        if takes_joined(mesh):
+            return {**sliced, "blocks": tuple(joined(layer) for layer in sliced["blocks"])}
         if not takes_output_first(config, mesh):
             return sliced
         return {**sliced, "blocks": tuple(output_first(layer) for layer in sliced["blocks"])}
@@ -166,10 +170,17 @@ def takes_output_first(config: DecoderConfig, mesh: DeviceMesh) -> bool:
     return mesh.platform == "cpu" and not config.experts
 
 
+def takes_joined(mesh: DeviceMesh) -> bool:
+    """Whether the sampler's copy holds maps of one input as one matrix: on a GPU that has all of the heads."""
+    return mesh.platform == "gpu" and mesh.size["tensor"] == 1
+
+
 def forward_fn(config: DecoderConfig, mesh: DeviceMesh, record_routing: bool) -> Forward:
     """The decoder up to its last hidden state: (params, cache, token_BT, pos_BT, attend) -> (x, cache, experts or None)."""
     blocks = nnx.eval_shape(lambda: Decoder(unadapted(config), nnx.Rngs(0)).blocks)
     blocks.output_first, blocks.heads_first = takes_output_first(config, mesh), mesh.platform == "tpu"
+    if takes_joined(mesh):
+        join(blocks)
     block_graph = nnx.split(blocks)[0]
 
     mix = partial(mix_experts, spec=config.mixture, mesh=mesh) if config.experts else None

@@ -159,8 +159,12 @@ class Paged:
         self, new: tuple[Array, Array, Array], pages: Pages, table_BM: Array, start_B: Array, count_B: Array, sliding: bool
     ) -> tuple[Float[Array, "B T N H"], Pages]:
         """Writes the keys and values of new tokens, and lets their queries attend; `new` is q, k and v."""
-        write = partial(write_pages, interpret=self.interpret)
-        return attend_new(self, self.mesh, write, new, pages, (table_BM, start_B, count_B), sliding)
+
+        def one(q: Array, k: Array, v: Array, pages: Pages, *rows: Array) -> tuple[Array, Pages]:
+            written = write_pages(pages, k, v, *rows, interpret=self.interpret)
+            return self(q, written, *rows, sliding), written
+
+        return attend_new(one, self.mesh, new, pages, (table_BM, start_B, count_B))
 
     def __call__(
         self,
@@ -252,26 +256,22 @@ class PagedReference:
 
 
 def attend_new(
-    kernel: Callable[..., Array],
+    one: Callable[..., tuple[Array, Pages]],
     mesh: DeviceMesh | None,
-    write: Callable[..., Pages],
     new: tuple[Array, Array, Array],
     pages: Pages,
     rows: tuple[Array, Array, Array],
-    sliding: bool,
 ) -> tuple[Float[Array, "B T N H"], Pages]:
     """Writes new keys and values into pages and attends to these, on every device of a replica its own heads.
 
     Args:
-        kernel: (q, pages, table, start, count, sliding) -> outputs.
-        write: (pages, k, v, table, start, count) -> pages.
+        one: (q, k, v, pages, table, start, count) -> outputs and pages, on one device.
         rows: table, start and count.
     """
 
-    def on_a_device(q: Array, k: Array, v: Array, *rest: Array) -> tuple[Array, Array, Array]:
-        keys, values, table, start, count = rest
-        written = write((keys, values), k, v, table, start, count)
-        return kernel(q, written, table, start, count, sliding), *written
+    def on_a_device(q: Array, k: Array, v: Array, keys: Array, values: Array, *rows: Array) -> tuple[Array, Array, Array]:
+        out, written = one(q, k, v, (keys, values), *rows)
+        return out, *written
 
     copies = pages[0].shape[1] // new[1].shape[2]  # of each key head
     q, k, v = new[0], *(jnp.repeat(part, copies, axis=2) for part in new[1:])

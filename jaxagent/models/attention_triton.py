@@ -37,10 +37,11 @@ class _Tile:
     window: int  # 0: none
     queries: int  # of a tile
     sharing: int  # query heads of a key head
-    rows: int  # queries x sharing, and what fills them up to a power of two
+    rows: int  # queries x sharing, and repetitions of the last up to a power of two
     size: int  # tokens of a page
     keys: int  # read at once; a page is a multiple
     parts: int  # programs that share a tile's keys
+    decode: bool  # one token a row, whose key and value come beside the pages and are put into them
     interpret: bool
 
 
@@ -67,7 +68,14 @@ class PagedGpu:
         self, new: tuple[Array, Array, Array], pages: Pages, table_BM: Array, start_B: Array, count_B: Array, sliding: bool
     ) -> tuple[Float[Array, "B T N H"], Pages]:
         """Writes the keys and values of new tokens, and lets their queries attend; `new` is q, k and v."""
-        return attend_new(self, self.mesh, write_pages, new, pages, (table_BM, start_B, count_B), sliding)
+
+        def one(q: Array, k: Array, v: Array, pages: Pages, table: Array, start: Array, count: Array) -> tuple[Array, Pages]:
+            if q.shape[1] == 1:
+                return self._decode((q, k, v), pages, table, start, count, sliding)
+            written = write_pages(pages, k, v, table, start, count)
+            return self(q, written, table, start, count, sliding), written
+
+        return attend_new(one, self.mesh, new, pages, (table_BM, start_B, count_B))
 
     def __call__(
         self,
@@ -86,49 +94,76 @@ class PagedGpu:
             count_B: how many of the T queries are real; the outputs of the others are zero, 0 is an empty row.
         """
         batch, length, heads, head_width = q_BTNH.shape
-        total, kv_heads, size, width = pages[0].shape
+        kv_heads, width = pages[0].shape[1], pages[0].shape[-1]
+        tile = self._tile(q_BTNH, pages, table_BM, sliding, decode=False)
+        tiles, used = -(-length // tile.queries), tile.queries * tile.sharing
+        q = group_queries(widen(pad_length(q_BTNH, tiles * tile.queries), width), kv_heads, self.spec.scale)
+        q = q.reshape(batch, kv_heads, tiles, used, width)
+        of_tile = pl.BlockSpec((None, None, None, used, width), lambda row, head, n: (row, head, n // tile.parts, 0, 0))
+        out, _ = self._run(tile, q, of_tile, pages, (table_BM, start_B, count_B))
+        out = out.reshape(batch, kv_heads, tiles * tile.queries, tile.sharing, width).transpose(0, 2, 1, 3, 4)
+        out = out.reshape(batch, -1, heads, width)[:, :length, :, :head_width].astype(q_BTNH.dtype)
+        real = jnp.arange(length) < count_B[:, None]
+        return jnp.where(real[..., None, None], out, 0)
+
+    def _decode(
+        self, new: tuple[Array, Array, Array], pages: Pages, table_BM: Array, start_B: Array, count_B: Array, sliding: bool
+    ) -> tuple[Float[Array, "B 1 N H"], Pages]:
+        """As `attend` of one token a row, which the kernel itself puts into its page: that is one launch instead of three."""
+        q, k, v = new
+        width = pages[0].shape[-1]
+        tile = self._tile(q, pages, table_BM, sliding, decode=True)
+        # Joined, or XLA would make a kernel for each of the three, which reads the whole product that they come from.
+        heads = jnp.concatenate([widen(x[:, 0], width) for x in (q * self.spec.scale, k, v)], axis=1)
+        of_row = pl.BlockSpec((None, *heads.shape[1:]), lambda row, head, n: (row, 0, 0))
+        out, written = self._run(tile, heads, of_row, pages, (table_BM, start_B, count_B))
+        return out.reshape(q.shape[0], 1, -1, width)[..., : q.shape[-1]].astype(q.dtype), written
+
+    def _tile(self, q_BTNH: Array, pages: Pages, table_BM: Array, sliding: bool, *, decode: bool) -> _Tile:
+        batch, length, heads, _ = q_BTNH.shape
+        _, kv_heads, size, _ = pages[0].shape
         sharing = heads // kv_heads
         rows = power_of_two(min(length * sharing, max(sharing, self.tile_rows)))
-        queries = rows // sharing
-        tiles = -(-length // queries)
+        queries = min(rows // sharing, length)
         keys = min(size, self.keys)
         if size % keys or keys < LEAST or keys & (keys - 1):
             raise ValueError(f"a page holds {LEAST}, 32 or a multiple of {self.keys} tokens (engine.chunk), got {size}")
+        tiles = -(-length // queries)
         parts = max(1, min(self.programs // (batch * kv_heads * tiles), table_BM.shape[1] * size // keys))
         window = self.spec.window if sliding else 0
-        tile = _Tile(self.spec, window, queries, sharing, rows, size, keys, parts, self.interpret)
-        # B K C R H: tiles of queries, each with its heads
-        q = group_queries(widen(pad_length(q_BTNH, tiles * queries), width), kv_heads, self.spec.scale)
-        q = q.reshape(batch, kv_heads, tiles, queries * sharing, width)
-        q = jnp.pad(q, [(0, 0)] * 3 + [(0, rows - queries * sharing), (0, 0)])
+        return _Tile(self.spec, window, queries, sharing, rows, size, keys, parts, decode, self.interpret)
 
+    def _run(
+        self, tile: _Tile, given: Array, of_given: pl.BlockSpec, pages: Pages, rows: tuple[Array, Array, Array]
+    ) -> tuple[Float[Array, "B K C R H"], Pages]:
+        """R queries of C tiles, and the pages, which decoding has changed. `given` is q, in decoding with k and v behind it."""
+        batch, tiles = given.shape[0], 1 if tile.decode else given.shape[2]
+        total, kv_heads, size, width = pages[0].shape
+        shape = (batch, kv_heads, tiles * tile.parts, tile.queries * tile.sharing)
         whole = lambda x: pl.BlockSpec(x.shape, lambda *_: (0,) * x.ndim)  # noqa: E731
         of_head = pl.BlockSpec((total, None, size, width), lambda row, head, n: (0, head, 0, 0))
-        of_tile = pl.BlockSpec((None, None, None, rows, width), lambda row, head, n: (row, head, n // parts, 0, 0))
-        of_part = pl.BlockSpec((None, None, None, rows, width), lambda row, head, n: (row, head, n, 0, 0))
-        of_lse = pl.BlockSpec((None, None, None, rows), lambda row, head, n: (row, head, n, 0))
-        given = [x.astype(jnp.int32) for x in (table_BM, start_B, count_B)]
-        shape = (batch, kv_heads, tiles * parts, rows)
-        out, lse = pl.pallas_call(
+        of_part = pl.BlockSpec((None, None, None, shape[-1], width), lambda row, head, n: (row, head, n, 0, 0))
+        of_lse = pl.BlockSpec((None, None, None, shape[-1]), lambda row, head, n: (row, head, n, 0))
+        changed = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in pages] if tile.decode else []
+        out, lse, *written = pl.pallas_call(
             partial(_kernel, tile=tile),
-            grid=(batch, kv_heads, tiles * parts),
-            in_specs=[*map(whole, given), of_tile, of_head, of_head],
-            out_specs=[of_part, of_lse],
+            grid=shape[:3],
+            in_specs=[*map(whole, rows), of_given, of_head, of_head],
+            out_specs=[of_part, of_lse, *[of_head] * len(changed)],
             out_shape=[
-                jax.ShapeDtypeStruct((*shape, width), q.dtype if parts == 1 else jnp.float32),
+                jax.ShapeDtypeStruct((*shape, width), given.dtype if tile.parts == 1 else jnp.float32),
                 jax.ShapeDtypeStruct(shape, jnp.float32),
+                *changed,
             ],
+            input_output_aliases={4: 2, 5: 3} if changed else {},
             compiler_params=plgpu.CompilerParams(num_warps=self.warps, num_stages=self.stages),
             interpret=self.interpret,
-        )(*given, q, *pages)
-        if parts > 1:
-            lse = lse.reshape(batch, kv_heads, tiles, parts, rows, 1)
+        )(*(x.astype(jnp.int32) for x in rows), given, *pages)
+        if tile.parts > 1:
+            lse = lse.reshape(batch, kv_heads, tiles, tile.parts, -1, 1)
             share = jnp.exp(lse - lse.max(3, keepdims=True))
             out = (out.reshape(*lse.shape[:-1], width) * share).sum(3) / share.sum(3)
-        out = out[..., : queries * sharing, :].reshape(batch, kv_heads, tiles * queries, sharing, width)
-        out = out.transpose(0, 2, 1, 3, 4).reshape(batch, -1, heads, width)[:, :length, :, :head_width].astype(q_BTNH.dtype)
-        real = jnp.arange(length) < count_B[:, None]
-        return jnp.where(real[..., None, None], out, 0)
+        return out, (written[0], written[1]) if changed else pages
 
 
 def write_pages(
@@ -158,20 +193,24 @@ def power_of_two(n: int) -> int:
 
 
 def _kernel(
-    *refs: Any,  # table, start, count; q, keys, values; out, lse
+    *refs: Any,  # table, start, count; q, in decoding k and v behind it; keys, values; out, lse; decoding: keys, values again
     tile: _Tile,
 ) -> None:
-    table, start, count, q_ref, k_ref, v_ref, out_ref, lse_ref = refs
-    row, number = pl.program_id(0), pl.program_id(2)
+    table, start, count, q_ref, k_ref, v_ref, out_ref, lse_ref = refs[:8]
+    row, head, number = (pl.program_id(i) for i in range(3))
+    part = jax.lax.rem(number, tile.parts)
     ahead = jax.lax.div(number, tile.parts) * tile.queries
     first = start[row] + ahead  # position of the tile's first query
-    end = jnp.where(count[row] > ahead, first + jnp.minimum(count[row] - ahead, tile.queries), 0)  # of the keys it sees
+    reach = 0 if tile.decode else jnp.minimum(count[row] - ahead, tile.queries)
+    end = jnp.where(count[row] > ahead, first + reach, 0)  # of the keys it sees in pages
     begin = jax.lax.div(jnp.maximum(first - tile.window + 1, 0), tile.keys) if tile.window else 0
     blocks = jnp.maximum(jax.lax.div(end + tile.keys - 1, tile.keys) - begin, 0)
     share = jax.lax.div(blocks + tile.parts - 1, tile.parts)
-    mine = begin + jax.lax.rem(number, tile.parts) * share
-    q = q_ref[...]
-    at = first + jax.lax.div(jnp.arange(tile.rows), tile.sharing)
+    mine = begin + part * share
+    # A tile has a power of two of rows. Those too many are its last once more, and find, and write, what that one does.
+    place = jnp.minimum(jnp.arange(tile.rows), tile.queries * tile.sharing - 1)
+    q = q_ref[place + head * tile.sharing if tile.decode else place, :]
+    at = first + jax.lax.div(place, tile.sharing)
     exact = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else None  # not the matrix units' own 19 bits
 
     def product(a: Array, b: Array, dimensions: tuple[tuple[int, ...], tuple[int, ...]]) -> Array:
@@ -186,7 +225,9 @@ def _kernel(
         here = pl.ds(jax.lax.rem(pos, tile.size), tile.keys)
         scores = soft_cap(product(q, k_ref[page, here, :], ((1,), (1,))), tile.spec.softcap)
         distance = at[:, None] - (pos + jnp.arange(tile.keys))[None, :]
-        visible = (distance >= 0) & (distance < tile.window) if tile.window else distance >= 0
+        visible = distance > 0 if tile.decode else distance >= 0
+        if tile.window:
+            visible &= distance < tile.window
         scores = jnp.where(visible, scores, NEGATIVE)
         new_top = jnp.maximum(top, scores.max(1))
         decay, weights = jnp.exp(top - new_top), jnp.exp(scores - new_top[:, None])
@@ -194,9 +235,20 @@ def _kernel(
         mixed = product(weights.astype(v.dtype), v, ((1,), (0,)))
         return new_top, total * decay + weights.sum(1), acc * decay[:, None] + mixed
 
-    nothing = jnp.full(tile.rows, NEGATIVE, jnp.float32), jnp.zeros(tile.rows, jnp.float32)
-    start_with = *nothing, jnp.zeros((tile.rows, q.shape[1]), jnp.float32)
-    top, total, acc = jax.lax.fori_loop(mine, jnp.minimum(mine + share, begin + blocks), visit, start_with)
+    begin_with = jnp.full(tile.rows, NEGATIVE, jnp.float32), jnp.zeros(tile.rows, jnp.float32)
+    acc = jnp.zeros((tile.rows, q.shape[1]), jnp.float32)
+    if tile.decode:  # the token itself is the first that part 0 sees
+        behind = pl.num_programs(1) * tile.sharing  # the queries of all heads
+        k, v = (q_ref[behind + i * pl.num_programs(1) + head, :].astype(k_ref.dtype) for i in (0, 1))
+        alive = (count[row] > 0) & (part == 0)
+        score = soft_cap(jnp.sum(q.astype(jnp.float32) * k.astype(jnp.float32)[None, :], axis=1), tile.spec.softcap)
+        begin_with = jnp.where(alive, score, NEGATIVE), jnp.where(alive, 1.0, begin_with[1])
+        acc = jnp.where(alive, jnp.broadcast_to(v.astype(jnp.float32)[None, :], acc.shape), 0.0)
+        page = table[row, jax.lax.div(first, tile.size)]
+        for new, pages in zip((k, v), refs[8:], strict=True):
+            into = pages.at[page, jax.lax.rem(first, tile.size), :]
+            plgpu.store(into, new, mask=jnp.broadcast_to(alive, new.shape))
+    top, total, acc = jax.lax.fori_loop(mine, jnp.minimum(mine + share, begin + blocks), visit, (*begin_with, acc))
     seen = jnp.where(total == 0, 1.0, total)
-    out_ref[...] = (acc / seen[:, None]).astype(out_ref.dtype)
-    lse_ref[...] = top + jnp.log(seen)
+    out_ref[place, :] = (acc / seen[:, None]).astype(out_ref.dtype)
+    lse_ref[place] = top + jnp.log(seen)

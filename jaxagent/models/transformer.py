@@ -132,7 +132,8 @@ class Block(nnx.Module):
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs, stack: tuple[int, ...] = ()):
         c = config
         self.config = config
-        self.output_first = self.heads_first = False  # the engine's copy may hold linear maps as these functions lay them
+        # The engine's copy may hold linear maps as these functions lay them.
+        self.output_first = self.heads_first = self.joined = False
         ax = ("layers",) * len(stack)
         shrink = (2 * c.layers) ** -0.5  # keeps the residual stream's variance bounded at any depth
         into, out_of, norm = c.width**-0.5, (c.heads * c.head_width) ** -0.5 * shrink, 1.0 - c.plus_one_norms
@@ -195,6 +196,13 @@ class Block(nnx.Module):
         low = project(f"{left},{inputs}R->BTR", x, getattr(self, f"{name}_lora_a")[...])
         return y + lora.scale * project(f"BTR,R{right[len(inputs) :]}->{out}", low, getattr(self, f"{name}_lora_b")[...])
 
+    def _qkv(self, h: Array) -> tuple[Array, ...]:
+        if not self.joined:
+            return tuple(self._linear(name, h) for name in "qkv")
+        c = self.config
+        heads = project("BTI,IO->BTO", h, self.qkv[...]).reshape(*h.shape[:2], -1, c.head_width)
+        return tuple(jnp.split(heads, (c.heads, c.heads + c.kv_heads), axis=2))
+
     def _norm(self, name: str, x: Array) -> Array:
         return rms_norm(x, getattr(self, name)[...], self.config.norm_eps, self.config.plus_one_norms)
 
@@ -216,7 +224,7 @@ class Block(nnx.Module):
         """
         c = self.config
         h = self._norm("attn_norm", x_BTD)
-        q, k, v = (self._linear(name, h) for name in "qkv")
+        q, k, v = self._qkv(h)
         if c.qkv_bias:
             q, k, v = q + self.q_bias[...], k + self.k_bias[...], v + self.v_bias[...]
         if c.qk_norm:
@@ -237,8 +245,11 @@ class Block(nnx.Module):
         if self.config.experts:
             weights = ExpertWeights(self.router[...], self.gate[...], self.up[...], self.down[...])
             return (mix or partial(mix_experts, spec=self.config.mixture, mesh=None))(h, weights)
-        gated = ACTIVATIONS[self.config.activation](self._linear("gate", h)) * self._linear("up", h)
-        return self._linear("down", gated), None
+        if self.joined:
+            gate, up = jnp.split(project("BTI,IO->BTO", h, self.gate_up[...]), 2, axis=-1)
+        else:
+            gate, up = self._linear("gate", h), self._linear("up", h)
+        return self._linear("down", ACTIVATIONS[self.config.activation](gate) * up), None
 
 
 def input_dimensions(name: str) -> int:
@@ -366,3 +377,25 @@ def heads_first(layer: Params) -> Params:
     """A layer's maps of attention as matrices [heads, width], into which a TPU's loop over tokens would copy them."""
     q, k, v = (layer[name].reshape(layer[name].shape[0], -1).T for name in "qkv")
     return {**layer, "q": q, "k": k, "v": v, "o": layer["o"].reshape(-1, layer["o"].shape[-1])}
+
+
+def joined(layer: Params) -> Params:
+    """A layer's maps with the same input as one matrix: queries, keys and values, and gate and up unless experts have them.
+
+    XLA for GPUs makes one product of several by joining their weights within it, which takes twice the time.
+    """
+    wide = jnp.concatenate([layer[name].reshape(layer[name].shape[0], -1) for name in "qkv"], axis=1)
+    rest = {name: w for name, w in layer.items() if name not in "qkv"}
+    if layer["gate"].ndim > 2:
+        return {**rest, "qkv": wide}
+    both = jnp.concatenate([rest.pop("gate"), rest.pop("up")], axis=1)
+    return {**rest, "qkv": wide, "gate_up": both}
+
+
+def join(block: Block) -> None:
+    """Makes an abstract block take the weights that `joined` gives."""
+    block.joined, block.qkv = True, block.q
+    del block.q, block.k, block.v
+    if not block.config.experts:
+        block.gate_up = block.gate
+        del block.gate, block.up
