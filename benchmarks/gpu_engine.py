@@ -148,7 +148,7 @@ def seconds(call: Callable[[], Any], repeats: int = 5) -> float:
 
 
 def ceilings() -> dict[str, float]:
-    """GB/s of copying, scaled and as it is, and of reading; TFLOP/s of a bf16 product; microseconds of a small kernel in a row."""
+    """GB/s of copying, scaled and as it is, and of reading; TFLOP/s of a bf16 product; microseconds of a small kernel."""
     on_cpu = jax.devices()[0].platform == "cpu"
     words, side = (1 << 20, 512) if on_cpu else (1 << 30, 8192)
     x = jax.jit(lambda: jax.random.normal(jax.random.key(0), (words,)))()
@@ -342,7 +342,7 @@ def attentions(batch: int, heads: int, kv_heads: int, width: int, context: int, 
         return jnp.asarray(out), held
 
     def by_us(form: PagedGpu) -> Callable[..., tuple[jax.Array, Any]]:
-        return lambda q, held: form.attend((q, k, v), held, table, start, ones, False)
+        return lambda q, held: form.attend((q, k, v), held, (table, start, ones), False)
 
     ours = PagedGpu(spec, interpret=interpret)
     tried = {"ours": ours}

@@ -7,6 +7,7 @@ padding rows are dropped.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 
 import jax
@@ -17,6 +18,7 @@ from jaxagent.engine.options import EngineOptions
 from jaxagent.models.attention import NEGATIVE, Attend, AttentionSpec, attend_cached, dot, group_queries, soft_cap
 from jaxagent.models.attention_paged import Paged, PagedReference
 from jaxagent.models.attention_triton import PagedGpu
+from jaxagent.models.rope import Rotation
 from jaxagent.models.transformer import DecoderConfig
 
 LayerCache = tuple[Array, Array]  # keys [C, K, H, S], values [C, K, S, H]; or as a form of pages has them
@@ -39,18 +41,27 @@ def cache_of(config: DecoderConfig, options: EngineOptions, form: PageForm | Non
     return tuple(form.new(o.pages, o.chunk, config.kv_heads, config.head_width, dtype) for _ in range(config.layers))
 
 
-def attend_pages(form: PageForm, table_BM: Int[Array, "B M"], start_B: Int[Array, "B"], count_B: Int[Array, "B"]) -> Attend:
+@dataclass(frozen=True)
+class AttendPages:
     """Writes the first `count` of a call's keys and values from `start` on into the row's pages, then attends to these.
 
     Args:
-        table_BM: each row's pages, in order.
+        of_rows: table [B, M], each row's pages in order, and start and count [B].
     """
 
-    def attend(q: Array, k: Array, v: Array, cache: LayerCache, sliding: bool | Array) -> tuple[Array, LayerCache]:
-        assert isinstance(sliding, bool)  # layers are unrolled here
-        return form.attend((q, k, v), cache, table_BM, start_B, count_B, sliding)
+    form: PageForm
+    of_rows: tuple[Array, Array, Array]
 
-    return attend
+    @property
+    def rotates(self) -> bool:
+        """Whether it is to be given q and k as they were made, and their rotation."""
+        return self.form.rotates
+
+    def __call__(
+        self, q: Array, k: Array, v: Array, cache: LayerCache, sliding: bool | Array, *rope: Rotation
+    ) -> tuple[Array, LayerCache]:
+        assert isinstance(sliding, bool)  # layers are unrolled here
+        return self.form.attend((q, k, v), cache, self.of_rows, sliding, *rope)
 
 
 def copy_pages(cache: Cache, src_R: Int[Array, "R"], dst_R: Int[Array, "R"]) -> Cache:

@@ -19,9 +19,9 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxagent.engine.cache import (
+    AttendPages,
     Cache,
     PageForm,
-    attend_pages,
     attend_slots,
     attend_working_copy,
     copy_pages,
@@ -56,6 +56,8 @@ from jaxagent.sharding import DeviceMesh
 
 Forward = Callable[..., tuple[Array, Cache, Array | None]]
 
+# Products of a few rows are faster by cuBLAS than as XLA would fuse them, and it adds biases and the residual stream itself.
+COMPILE: dict[str, dict[str, bool | int | str]] = {"gpu": {"xla_gpu_enable_triton_gemm": False}}
 SCORED = 64  # fed tokens whose logits exist at once where their log-probs are asked for
 
 
@@ -141,7 +143,7 @@ def make_steps(
         if pages is None or table_CM is None:
             attend = attend_slots(slot_R, pos_RA, valid_RA, chunk, config.attention)
         else:
-            attend = attend_pages(pages, jnp.take(table_CM, slot_R, axis=0, mode="clip"), start_R, count_R)
+            attend = AttendPages(pages, (jnp.take(table_CM, slot_R, axis=0, mode="clip"), start_R, count_R))
         x, cache, routing = forward(params, cache, token_RA, pos_RA, attend)
         if score is None:
             return cache, routing, None
@@ -149,18 +151,19 @@ def make_steps(
         next_RA = jnp.where(ahead == count_R[:, None] - 1, next_R[:, None], jnp.roll(token_RA, -1, axis=1))
         return cache, routing, fed_logprobs(params, x, next_RA, temperature_R, config)
 
+    compiled = partial(jax.jit, compiler_options=COMPILE.get(mesh.platform))
     return Steps(
         publish=jax.jit(publish),
-        append=jax.jit(append, donate_argnums=1),
+        append=compiled(append, donate_argnums=1),
         fork=jax.jit(copy_pages if pages else copy_prefix, static_argnums=() if pages else 3, donate_argnums=0),
         stash=jax.jit(read_pages if pages else read_slot, static_argnums=() if pages else 2),
         restore=jax.jit(put_pages if pages else write_slot, donate_argnums=0),
-        decode=jax.jit(
+        decode=compiled(
             decode_fn(config, forward, chunk, Emits(decode_tokens, record_routing, top_logprobs), pages),
             static_argnums=6,
             donate_argnums=(1, 2),
         ),
-        verify=jax.jit(verify_fn(config, forward, chunk, top_logprobs), donate_argnums=(1, 2)),
+        verify=compiled(verify_fn(config, forward, chunk, top_logprobs), donate_argnums=(1, 2)),
         settle=jax.jit(settle, donate_argnums=0),
     )
 
@@ -242,7 +245,7 @@ def decode_fn(
             live = rows["live"]
             pos = jnp.where(live, rows["pos"], 0)[:, None]
             if pages is not None and table is not None:
-                attend = attend_pages(pages, table, pos[:, 0], live.astype(jnp.int32))
+                attend = AttendPages(pages, (table, pos[:, 0], live.astype(jnp.int32)))
             elif slot_W is None:
                 attend = attend_slots(None, pos, live[:, None], chunk, config.attention)
             else:

@@ -33,6 +33,7 @@ class Attend(Protocol):
 
     What its backward pass needs it names "attention", so that a layer may keep just that (REMAT in transformer.py).
     `sliding` says whether this layer sees only the window: known while tracing, or data in a scan over mixed layers.
+    One with a true attribute `rotates` takes q and k as they were made, and their rotation as one argument more.
     """
 
     def __call__(self, q: Array, k: Array, v: Array, cache: Any, sliding: bool | Array) -> tuple[Array, Any]: ...

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -149,6 +149,7 @@ class Paged:
     mesh: DeviceMesh | None = None  # a replica's; None is one device
     interpret: bool = False  # runs on any platform, for tests
     tile_rows: int = ROWS
+    rotates: ClassVar[bool] = False
 
     def new(self, pages: int, page_tokens: int, kv_heads: int, head_width: int, dtype: jnp.dtype) -> Pages:
         """Empty pages of one layer."""
@@ -156,15 +157,20 @@ class Paged:
         return new_pages(pages, page_tokens, max(kv_heads, shards), head_width, dtype)
 
     def attend(
-        self, new: tuple[Array, Array, Array], pages: Pages, table_BM: Array, start_B: Array, count_B: Array, sliding: bool
+        self, new: tuple[Array, Array, Array], pages: Pages, of_rows: tuple[Array, Array, Array], sliding: bool
     ) -> tuple[Float[Array, "B T N H"], Pages]:
-        """Writes the keys and values of new tokens, and lets their queries attend; `new` is q, k and v."""
+        """Writes the keys and values of new tokens, and lets their queries attend.
+
+        Args:
+            new: q, k and v.
+            of_rows: table, start and count.
+        """
 
         def one(q: Array, k: Array, v: Array, pages: Pages, *rows: Array) -> tuple[Array, Pages]:
             written = write_pages(pages, k, v, *rows, interpret=self.interpret)
             return self(q, written, *rows, sliding), written
 
-        return attend_new(one, self.mesh, new, pages, (table_BM, start_B, count_B))
+        return attend_new(one, self.mesh, new, pages, of_rows)
 
     def __call__(
         self,
@@ -226,6 +232,7 @@ class PagedReference:
     """
 
     spec: AttentionSpec
+    rotates: ClassVar[bool] = False
 
     def new(self, pages: int, page_tokens: int, kv_heads: int, head_width: int, dtype: jnp.dtype) -> Pages:
         """Empty pages of one layer: keys [P, K, H, Z] and values [P, K, Z, H]."""
@@ -235,10 +242,10 @@ class PagedReference:
         )
 
     def attend(
-        self, new: tuple[Array, Array, Array], pages: Pages, table_BM: Array, start_B: Array, count_B: Array, sliding: bool
+        self, new: tuple[Array, Array, Array], pages: Pages, of_rows: tuple[Array, Array, Array], sliding: bool
     ) -> tuple[Float[Array, "B T N H"], Pages]:
         """As `Paged.attend`; the outputs of queries behind a row's count may be any numbers."""
-        (q, k, v), (keys, values) = new, pages
+        (q, k, v), (keys, values), (table_BM, start_B, count_B) = new, pages, of_rows
         total, kv_heads, _, size = keys.shape
         ahead = jnp.arange(q.shape[1])
         valid = ahead < count_B[:, None]
@@ -260,13 +267,13 @@ def attend_new(
     mesh: DeviceMesh | None,
     new: tuple[Array, Array, Array],
     pages: Pages,
-    rows: tuple[Array, Array, Array],
+    of_rows: tuple[Array, Array, Array],
 ) -> tuple[Float[Array, "B T N H"], Pages]:
     """Writes new keys and values into pages and attends to these, on every device of a replica its own heads.
 
     Args:
         one: (q, k, v, pages, table, start, count) -> outputs and pages, on one device.
-        rows: table, start and count.
+        of_rows: table, start and count.
     """
 
     def on_a_device(q: Array, k: Array, v: Array, keys: Array, values: Array, *rows: Array) -> tuple[Array, Array, Array]:
@@ -275,7 +282,7 @@ def attend_new(
 
     copies = pages[0].shape[1] // new[1].shape[2]  # of each key head
     q, k, v = new[0], *(jnp.repeat(part, copies, axis=2) for part in new[1:])
-    given = q, k, v, *pages, *rows
+    given = q, k, v, *pages, *of_rows
     if mesh is None or mesh.size["tensor"] == 1:
         out, *written = on_a_device(*given)
     else:

@@ -21,10 +21,11 @@ from jaxtyping import Array, Float, Int
 from jaxagent.models.attention import NEGATIVE, AttentionSpec, group_queries, soft_cap
 from jaxagent.models.attention_blocked import pad_length
 from jaxagent.models.attention_paged import Pages, attend_new, widen
+from jaxagent.models.rope import Rotation, rotate
 from jaxagent.sharding import DeviceMesh
 
 LEAST = 16  # rows and columns of a product on matrix units
-PROGRAMS = 1024  # that a call is shared out among, a few for each multiprocessor
+PROGRAMS = 512  # that a call is shared out among, a few for each multiprocessor
 KEYS = 64  # that a program reads at once
 TILE_ROWS = 64  # of a tile where several tokens are fed, queries times the heads that share a key head
 
@@ -42,6 +43,7 @@ class _Tile:
     keys: int  # read at once; a page is a multiple
     parts: int  # programs that share a tile's keys
     decode: bool  # one token a row, whose key and value come beside the pages and are put into them
+    turned: int  # numbers of a head that are still to be rotated; 0: they have been
     interpret: bool
 
 
@@ -64,18 +66,36 @@ class PagedGpu:
         shape = (pages, max(kv_heads, shards), page_tokens, power_of_two(head_width))
         return jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)
 
+    @property
+    def rotates(self) -> bool:
+        """Whether `attend` takes a rotation."""
+        return self.mesh is None or self.mesh.size["tensor"] == 1
+
     def attend(
-        self, new: tuple[Array, Array, Array], pages: Pages, table_BM: Array, start_B: Array, count_B: Array, sliding: bool
+        self,
+        new: tuple[Array, Array, Array],
+        pages: Pages,
+        of_rows: tuple[Array, Array, Array],
+        sliding: bool,
+        rope: Rotation | None = None,
     ) -> tuple[Float[Array, "B T N H"], Pages]:
-        """Writes the keys and values of new tokens, and lets their queries attend; `new` is q, k and v."""
+        """Writes the keys and values of new tokens, and lets their queries attend.
 
-        def one(q: Array, k: Array, v: Array, pages: Pages, table: Array, start: Array, count: Array) -> tuple[Array, Pages]:
+        Args:
+            new: q, k and v.
+            of_rows: table, start and count.
+            rope: by what q and k are still to be rotated.
+        """
+        if rope and new[0].shape[1] > 1:
+            new, rope = (rotate(new[0], *rope), rotate(new[1], *rope), new[2]), None
+
+        def one(q: Array, k: Array, v: Array, pages: Pages, *rows: Array) -> tuple[Array, Pages]:
             if q.shape[1] == 1:
-                return self._decode((q, k, v), pages, table, start, count, sliding)
-            written = write_pages(pages, k, v, table, start, count)
-            return self(q, written, table, start, count, sliding), written
+                return self._decode((q, k, v), pages, (rows[0], rows[1], rows[2]), sliding, rope)
+            written = write_pages(pages, k, v, *rows)
+            return self(q, written, *rows, sliding), written
 
-        return attend_new(one, self.mesh, new, pages, (table_BM, start_B, count_B))
+        return attend_new(one, self.mesh, new, pages, of_rows)
 
     def __call__(
         self,
@@ -95,31 +115,41 @@ class PagedGpu:
         """
         batch, length, heads, head_width = q_BTNH.shape
         kv_heads, width = pages[0].shape[1], pages[0].shape[-1]
-        tile = self._tile(q_BTNH, pages, table_BM, sliding, decode=False)
+        tile = self._tile(q_BTNH, pages, table_BM, sliding)
         tiles, used = -(-length // tile.queries), tile.queries * tile.sharing
         q = group_queries(widen(pad_length(q_BTNH, tiles * tile.queries), width), kv_heads, self.spec.scale)
         q = q.reshape(batch, kv_heads, tiles, used, width)
         of_tile = pl.BlockSpec((None, None, None, used, width), lambda row, head, n: (row, head, n // tile.parts, 0, 0))
-        out, _ = self._run(tile, q, of_tile, pages, (table_BM, start_B, count_B))
+        out, _ = self._run(tile, [q], [of_tile], pages, (table_BM, start_B, count_B))
         out = out.reshape(batch, kv_heads, tiles * tile.queries, tile.sharing, width).transpose(0, 2, 1, 3, 4)
         out = out.reshape(batch, -1, heads, width)[:, :length, :, :head_width].astype(q_BTNH.dtype)
         real = jnp.arange(length) < count_B[:, None]
         return jnp.where(real[..., None, None], out, 0)
 
     def _decode(
-        self, new: tuple[Array, Array, Array], pages: Pages, table_BM: Array, start_B: Array, count_B: Array, sliding: bool
+        self,
+        new: tuple[Array, Array, Array],
+        pages: Pages,
+        of_rows: tuple[Array, Array, Array],
+        sliding: bool,
+        rope: Rotation | None,
     ) -> tuple[Float[Array, "B 1 N H"], Pages]:
-        """As `attend` of one token a row, which the kernel itself puts into its page: that is one launch instead of three."""
-        q, k, v = new
+        """As `attend` of one token a row, which the kernel itself rotates and puts into its page: one launch, not five."""
+        batch, _, _, head_width = new[0].shape
         width = pages[0].shape[-1]
-        tile = self._tile(q, pages, table_BM, sliding, decode=True)
-        # Joined, or XLA would make a kernel for each of the three, which reads the whole product that they come from.
-        heads = jnp.concatenate([widen(x[:, 0], width) for x in (q * self.spec.scale, k, v)], axis=1)
-        of_row = pl.BlockSpec((None, *heads.shape[1:]), lambda row, head, n: (row, 0, 0))
-        out, written = self._run(tile, heads, of_row, pages, (table_BM, start_B, count_B))
-        return out.reshape(q.shape[0], 1, -1, width)[..., : q.shape[-1]].astype(q.dtype), written
+        tile = self._tile(new[0], pages, of_rows[0], sliding, decode=True, turned=head_width if rope else 0)
+        # One array, or XLA would make a kernel for each of the three, which reads the whole product that they come from.
+        given = [widen(jnp.concatenate(new, axis=2)[:, 0], width)]
+        if rope:
+            cos, sin = (x.reshape(batch, -1) for x in rope)
+            given += [widen(jnp.concatenate(halves, axis=1), width) for halves in ((cos, cos), (-sin, sin))]
+        specs = [pl.BlockSpec((None, *x.shape[1:]), lambda row, *_, rank=x.ndim: (row,) + (0,) * (rank - 1)) for x in given]
+        out, written = self._run(tile, given, specs, pages, of_rows)
+        return out.reshape(batch, 1, -1, width)[..., :head_width].astype(new[0].dtype), written
 
-    def _tile(self, q_BTNH: Array, pages: Pages, table_BM: Array, sliding: bool, *, decode: bool) -> _Tile:
+    def _tile(
+        self, q_BTNH: Array, pages: Pages, table_BM: Array, sliding: bool, *, decode: bool = False, turned: int = 0
+    ) -> _Tile:
         batch, length, heads, _ = q_BTNH.shape
         _, kv_heads, size, _ = pages[0].shape
         sharing = heads // kv_heads
@@ -131,13 +161,13 @@ class PagedGpu:
         tiles = -(-length // queries)
         parts = max(1, min(self.programs // (batch * kv_heads * tiles), table_BM.shape[1] * size // keys))
         window = self.spec.window if sliding else 0
-        return _Tile(self.spec, window, queries, sharing, rows, size, keys, parts, decode, self.interpret)
+        return _Tile(self.spec, window, queries, sharing, rows, size, keys, parts, decode, turned, self.interpret)
 
     def _run(
-        self, tile: _Tile, given: Array, of_given: pl.BlockSpec, pages: Pages, rows: tuple[Array, Array, Array]
+        self, tile: _Tile, given: list[Array], specs: list[pl.BlockSpec], pages: Pages, of_rows: tuple[Array, Array, Array]
     ) -> tuple[Float[Array, "B K C R H"], Pages]:
-        """R queries of C tiles, and the pages, which decoding has changed. `given` is q, in decoding with k and v behind it."""
-        batch, tiles = given.shape[0], 1 if tile.decode else given.shape[2]
+        """R queries of C tiles, and the pages, which decoding has changed. `given` is q, in decoding what _kernel says."""
+        batch, tiles = given[0].shape[0], 1 if tile.decode else given[0].shape[2]
         total, kv_heads, size, width = pages[0].shape
         shape = (batch, kv_heads, tiles * tile.parts, tile.queries * tile.sharing)
         whole = lambda x: pl.BlockSpec(x.shape, lambda *_: (0,) * x.ndim)  # noqa: E731
@@ -148,17 +178,17 @@ class PagedGpu:
         out, lse, *written = pl.pallas_call(
             partial(_kernel, tile=tile),
             grid=shape[:3],
-            in_specs=[*map(whole, rows), of_given, of_head, of_head],
+            in_specs=[*map(whole, of_rows), *specs, of_head, of_head],
             out_specs=[of_part, of_lse, *[of_head] * len(changed)],
             out_shape=[
-                jax.ShapeDtypeStruct((*shape, width), given.dtype if tile.parts == 1 else jnp.float32),
+                jax.ShapeDtypeStruct((*shape, width), given[0].dtype if tile.parts == 1 else jnp.float32),
                 jax.ShapeDtypeStruct(shape, jnp.float32),
                 *changed,
             ],
-            input_output_aliases={4: 2, 5: 3} if changed else {},
+            input_output_aliases={3 + len(given): 2, 4 + len(given): 3} if changed else {},
             compiler_params=plgpu.CompilerParams(num_warps=self.warps, num_stages=self.stages),
             interpret=self.interpret,
-        )(*(x.astype(jnp.int32) for x in rows), given, *pages)
+        )(*(x.astype(jnp.int32) for x in of_rows), *given, *pages)
         if tile.parts > 1:
             lse = lse.reshape(batch, kv_heads, tiles, tile.parts, -1, 1)
             share = jnp.exp(lse - lse.max(3, keepdims=True))
@@ -193,10 +223,12 @@ def power_of_two(n: int) -> int:
 
 
 def _kernel(
-    *refs: Any,  # table, start, count; q, in decoding k and v behind it; keys, values; out, lse; decoding: keys, values again
+    *refs: Any,  # table, start, count; q; keys, values; out, lse
     tile: _Tile,
 ) -> None:
-    table, start, count, q_ref, k_ref, v_ref, out_ref, lse_ref = refs[:8]
+    """In decoding q holds queries, keys and values; cosines and signed sines may follow; and pages are outputs too."""
+    changed = refs[-2:] if tile.decode else ()
+    table, start, count, q_ref, *ropes, k_ref, v_ref, out_ref, lse_ref = refs[: len(refs) - len(changed)]
     row, head, number = (pl.program_id(i) for i in range(3))
     part = jax.lax.rem(number, tile.parts)
     ahead = jax.lax.div(number, tile.parts) * tile.queries
@@ -209,7 +241,22 @@ def _kernel(
     mine = begin + part * share
     # A tile has a power of two of rows. Those too many are its last once more, and find, and write, what that one does.
     place = jnp.minimum(jnp.arange(tile.rows), tile.queries * tile.sharing - 1)
-    q = q_ref[place + head * tile.sharing if tile.decode else place, :]
+
+    def heads(which: Array) -> Array:
+        """Some rows of q, rotated."""
+        x = q_ref[which, :]
+        if not tile.turned:
+            return x
+        half, c = tile.turned // 2, jnp.arange(q_ref.shape[-1])
+        c = jnp.where(c < half, c + half, jnp.where(c < tile.turned, c - half, c))
+        other = q_ref[which[:, None], c[None, :]]
+        cos, sin = (rope[...][None, :] for rope in ropes)
+        return (x.astype(jnp.float32) * cos + other.astype(jnp.float32) * sin).astype(x.dtype)
+
+    q = q_ref[place, :]
+    if tile.decode:
+        q = heads(place + head * tile.sharing)
+        q = (q.astype(jnp.float32) * tile.spec.scale).astype(q.dtype)
     at = first + jax.lax.div(place, tile.sharing)
     exact = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else None  # not the matrix units' own 19 bits
 
@@ -238,16 +285,19 @@ def _kernel(
     begin_with = jnp.full(tile.rows, NEGATIVE, jnp.float32), jnp.zeros(tile.rows, jnp.float32)
     acc = jnp.zeros((tile.rows, q.shape[1]), jnp.float32)
     if tile.decode:  # the token itself is the first that part 0 sees
-        behind = pl.num_programs(1) * tile.sharing  # the queries of all heads
-        k, v = (q_ref[behind + i * pl.num_programs(1) + head, :].astype(k_ref.dtype) for i in (0, 1))
+        kv_heads = pl.num_programs(1)
+        own = kv_heads * tile.sharing + head + jnp.zeros_like(place)  # behind all queries; as many times as there are rows
+        k, v = heads(own).astype(k_ref.dtype), q_ref[own + kv_heads, :].astype(v_ref.dtype)
         alive = (count[row] > 0) & (part == 0)
-        score = soft_cap(jnp.sum(q.astype(jnp.float32) * k.astype(jnp.float32)[None, :], axis=1), tile.spec.softcap)
+        score = soft_cap(jnp.sum(q.astype(jnp.float32) * k.astype(jnp.float32), axis=1), tile.spec.softcap)
         begin_with = jnp.where(alive, score, NEGATIVE), jnp.where(alive, 1.0, begin_with[1])
-        acc = jnp.where(alive, jnp.broadcast_to(v.astype(jnp.float32)[None, :], acc.shape), 0.0)
-        page = table[row, jax.lax.div(first, tile.size)]
-        for new, pages in zip((k, v), refs[8:], strict=True):
-            into = pages.at[page, jax.lax.rem(first, tile.size), :]
-            plgpu.store(into, new, mask=jnp.broadcast_to(alive, new.shape))
+        acc = jnp.where(alive, v.astype(jnp.float32), 0.0)
+        # Interpreted, a masked store takes indices for all dimensions or for none.
+        page, token = table[row, jax.lax.div(first, tile.size)], jax.lax.rem(first, tile.size)
+        column = jnp.broadcast_to(jnp.arange(k.shape[1])[None, :], k.shape)
+        into = jnp.broadcast_to(page, k.shape), jnp.broadcast_to(token, k.shape), column
+        for new, pages in zip((k, v), changed, strict=True):
+            plgpu.store(pages.at[into], new, mask=jnp.broadcast_to(alive, new.shape))
     top, total, acc = jax.lax.fori_loop(mine, jnp.minimum(mine + share, begin + blocks), visit, (*begin_with, acc))
     seen = jnp.where(total == 0, 1.0, total)
     out_ref[place, :] = (acc / seen[:, None]).astype(out_ref.dtype)

@@ -197,11 +197,12 @@ class Block(nnx.Module):
         return y + lora.scale * project(f"BTR,R{right[len(inputs) :]}->{out}", low, getattr(self, f"{name}_lora_b")[...])
 
     def _qkv(self, h: Array) -> tuple[Array, ...]:
-        if not self.joined:
-            return tuple(self._linear(name, h) for name in "qkv")
         c = self.config
-        heads = project("BTI,IO->BTO", h, self.qkv[...]).reshape(*h.shape[:2], -1, c.head_width)
-        return tuple(jnp.split(heads, (c.heads, c.heads + c.kv_heads), axis=2))
+        if not self.joined:
+            q, k, v = (self._linear(name, h) for name in "qkv")
+            return (q + self.q_bias[...], k + self.k_bias[...], v + self.v_bias[...]) if c.qkv_bias else (q, k, v)
+        heads = project("BTI,IO->BTO", h, self.qkv[...]) + (self.qkv_bias[...] if c.qkv_bias else 0)
+        return tuple(jnp.split(heads.reshape(*h.shape[:2], -1, c.head_width), (c.heads, c.heads + c.kv_heads), axis=2))
 
     def _norm(self, name: str, x: Array) -> Array:
         return rms_norm(x, getattr(self, name)[...], self.config.norm_eps, self.config.plus_one_norms)
@@ -225,15 +226,16 @@ class Block(nnx.Module):
         c = self.config
         h = self._norm("attn_norm", x_BTD)
         q, k, v = self._qkv(h)
-        if c.qkv_bias:
-            q, k, v = q + self.q_bias[...], k + self.k_bias[...], v + self.v_bias[...]
         if c.qk_norm:
             q, k = self._norm("q_norm", q), self._norm("k_norm", k)
         if isinstance(sliding, bool):
             rope = ropes[sliding]
         else:
             rope = jax.tree.map(lambda full, local: jnp.where(sliding, local, full), *ropes) if c.local_rope_theta else ropes[0]
-        out, cache = attend(rotate(q, *rope), rotate(k, *rope), v, cache, sliding)
+        if getattr(attend, "rotates", False):
+            out, cache = attend(q, k, v, cache, sliding, rope)
+        else:
+            out, cache = attend(rotate(q, *rope), rotate(k, *rope), v, cache, sliding)
         out = self._linear("o", out)
         if c.o_bias:
             out = out + self.o_bias[...]
@@ -384,18 +386,23 @@ def joined(layer: Params) -> Params:
 
     XLA for GPUs makes one product of several by joining their weights within it, which takes twice the time.
     """
-    wide = jnp.concatenate([layer[name].reshape(layer[name].shape[0], -1) for name in "qkv"], axis=1)
-    rest = {name: w for name, w in layer.items() if name not in "qkv"}
-    if layer["gate"].ndim > 2:
-        return {**rest, "qkv": wide}
-    both = jnp.concatenate([rest.pop("gate"), rest.pop("up")], axis=1)
-    return {**rest, "qkv": wide, "gate_up": both}
+    rest = dict(layer)
+    parts = {"qkv": [rest.pop(name) for name in "qkv"]}
+    parts["qkv"] = [w.reshape(w.shape[0], -1) for w in parts["qkv"]]
+    if "q_bias" in rest:
+        parts["qkv_bias"] = [rest.pop(f"{name}_bias").reshape(-1) for name in "qkv"]
+    if rest["gate"].ndim == 2:
+        parts["gate_up"] = [rest.pop(name) for name in ("gate", "up")]
+    return {**rest, **{name: jnp.concatenate(each, axis=-1) for name, each in parts.items()}}
 
 
 def join(block: Block) -> None:
     """Makes an abstract block take the weights that `joined` gives."""
     block.joined, block.qkv = True, block.q
     del block.q, block.k, block.v
+    if block.config.qkv_bias:
+        block.qkv_bias = block.q_bias
+        del block.q_bias, block.k_bias, block.v_bias
     if not block.config.experts:
         block.gate_up = block.gate
         del block.gate, block.up

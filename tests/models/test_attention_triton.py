@@ -15,6 +15,7 @@ from page_cases import CASES, ROOM, SIZE, WIDTH, Held
 from jaxagent.models.attention import AttentionSpec
 from jaxagent.models.attention_paged import Pages
 from jaxagent.models.attention_triton import PagedGpu
+from jaxagent.models.rope import rotary, rotate
 
 
 def attend(held: Held, form: PagedGpu, given: tuple[Array, Array, Array, Array]) -> tuple[Array, Pages]:
@@ -24,8 +25,8 @@ def attend(held: Held, form: PagedGpu, given: tuple[Array, Array, Array, Array])
     empty = form.new(len(held.start) * ROOM + 4, SIZE, held.kv_heads, WIDTH, jnp.dtype(held.dtype))
     run = jax.jit(partial(form.attend, sliding=held.window > 0))
     before = jnp.zeros_like(keys, shape=(*keys.shape[:2], held.heads, WIDTH)), keys, values
-    _, pages = run(before, (empty[0] + 7, empty[1] + 7), table, jnp.zeros_like(start), start)
-    return run((q, held.fed_of(keys), held.fed_of(values)), pages, table, start, count)
+    _, pages = run(before, (empty[0] + 7, empty[1] + 7), (table, jnp.zeros_like(start), start))
+    return run((q, held.fed_of(keys), held.fed_of(values)), pages, (table, start, count))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -70,7 +71,7 @@ def test_heads_that_are_no_power_of_two_wide_are_filled_up() -> None:
     empty = form.new(3, SIZE, 2, 80, jnp.dtype("bfloat16"))
     assert empty[0].shape == (3, 2, SIZE, 128)
     x = jnp.ones((1, 1, 2, 80), jnp.bfloat16)
-    out, pages = form.attend((x, x, 2 * x), empty, jnp.asarray([[1]]), jnp.asarray([0]), jnp.asarray([1]), False)
+    out, pages = form.attend((x, x, 2 * x), empty, (jnp.asarray([[1]]), jnp.asarray([0]), jnp.asarray([1])), False)
     np.testing.assert_array_equal(out, 2 * x)
     assert pages[1][1, :, 0, :80].min() == 2 and not pages[1][1, :, 0, 80:].any() and not pages[1][2].any()
 
@@ -79,3 +80,18 @@ def test_pages_that_no_whole_block_of_keys_fits_are_refused() -> None:
     with pytest.raises(ValueError, match=r"a page holds 16, 32 or a multiple of 64 tokens \(engine.chunk\), got 24"):
         form, ones = PagedGpu(AttentionSpec(1.0), interpret=True), jnp.ones((1, 1, 1, 16))
         form(ones, (jnp.ones((2, 1, 24, 16)),) * 2, jnp.asarray([[1]]), jnp.zeros(1, int), jnp.ones(1, int))
+
+
+@pytest.mark.parametrize("width", [16, 24])  # 24 is filled up to 32
+def test_rotates_what_it_is_fed(width: int) -> None:
+    form = PagedGpu(AttentionSpec(0.3), interpret=True, programs=24)
+    random = np.random.default_rng(5)
+    q, k, v = (jnp.asarray(random.standard_normal((3, 1, n, width)), jnp.float32) for n in (6, 2, 2))
+    empty = form.new(7, SIZE, 2, width, jnp.dtype("float32"))
+    pages = tuple(x.at[..., :width].set(random.standard_normal((*x.shape[:-1], width))) for x in empty)
+    of_rows = jnp.asarray([[1, 4], [2, 5], [3, 6]]), jnp.asarray([SIZE + 3, 0, 5]), jnp.asarray([1, 1, 0])
+    rope = rotary(of_rows[1][:, None], width, 1e4)
+    run = jax.jit(partial(form.attend, sliding=False))
+    found, want = run((q, k, v), pages, of_rows, rope=rope), run((rotate(q, *rope), rotate(k, *rope), v), pages, of_rows)
+    jax.tree.map(partial(np.testing.assert_allclose, atol=1e-6), found, want)
+    assert not found[0][2].any()
