@@ -3,11 +3,12 @@
 The step is the learner's own: the gradient of every micro-batch of packed rows by the loss of GRPO, then the division, the clip
 and AdamW, for known models' shapes with random float32 weights and bf16 passes. Trajectories are log-normal, a quarter of a row
 in the middle, none longer than a row. FLOPs are those that a step needs: 6 for each weight and token, 12 N H for each pair of
-tokens of a trajectory that see each other, in every layer; neither padding nor what is computed again. MFU is against the rate of
-a large bf16 product in the same process. A row that does not fit is a row.
+tokens of a trajectory that see each other, in every layer; neither padding nor what is computed again. MFU is against the rate
+of a large bf16 product in the same process. A row that does not fit is a row.
 
-Memory, three times: what the allocator had in use at most (told once it rises: rows are run by their forecast, smallest first),
-what XLA says of the same programs, and what `jaxagent plan` forecasts without compiling; then the same beside a start's warm-up.
+Memory, three times: what the allocator had in use at most (told once it rises: rows are run by their forecast, the smallest
+first), what XLA says of the same programs, and what `jaxagent plan` forecasts without compiling; then the most with the
+learner's warm-up, by which runs begin.
 
 Arms: the names of learner.attention; `blocked` is XLA in blocks for any length; `cudnn-128` leaves segments up to 128 tokens to
 XLA instead of 512. `--profile` adds where a step's time goes, by kernels. `--compile H200` needs no GPU, only JAX's plug-in for
@@ -47,7 +48,18 @@ from jaxagent.topology import active_weights, devices_of, kernels_for, size_byte
 from jaxagent.types import Sample, SampleRequest, Sampling, sampling_key
 
 HEAD = (
-    *("model", "rows x tokens", "remat", "attention", "gradient ms", "update ms", "tokens/s", "MFU", "not padding", "compile s"),
+    *(
+        "model",
+        "rows x tokens",
+        "remat",
+        "attention",
+        "gradient ms",
+        "update ms",
+        "tokens/s",
+        "MFU",
+        "not padding",
+        "compile s",
+    ),
     *("peak GB", "XLA GB", "plan GB", "plan of peak", "peak with warm-up GB"),
 )
 
@@ -154,7 +166,9 @@ def in_use(name: str) -> int:
 def compiled(options: argparse.Namespace) -> None:
     """Bytes of each job by XLA and by the forecast."""
     mesh = DeviceMesh.build(devices=devices_of(f"{options.compile}:1"))
-    table(("model", "rows x tokens", "remat", "attention", "held GB", "gradient GB", "update GB", "plan of XLA", "compile CPU s"))
+    table(
+        ("model", "rows x tokens", "remat", "attention", "held GB", "gradient GB", "update GB", "plan of XLA", "compile CPU s")
+    )
     options.arms = ["blocked" if arm == "auto" else arm for arm in options.arms]
     for job in jobs(options, mesh):
         learner, began = job.learner(mesh), time.process_time()
@@ -262,7 +276,12 @@ def agreements(options: argparse.Namespace) -> None:
                 print(f"| {model} | {larger:g} | pages | {arm} | {type(error).__name__}: {str(error)[:160]} |", flush=True)
                 continue
             gap = trainer - sampler
-            told = [f"{-exact.mean():.2f}", f"{np.abs(gap).mean():.2e}", f"{np.abs(gap).max():.2e}", f"{np.exp(gap).mean():.5f}"]
+            told = [
+                f"{-exact.mean():.2f}",
+                f"{np.abs(gap).mean():.2e}",
+                f"{np.abs(gap).max():.2e}",
+                f"{np.exp(gap).mean():.5f}",
+            ]
             told += [f"{np.mean(np.expm1(gap) - gap):.2e}"]
             told += [f"{np.abs(x - exact).mean():.2e}" for x in (sampler, trainer)]
             print(f"| {model} | {larger:g} | pages | {arm} | {mask.sum()} | {' | '.join(told)} |", flush=True)
