@@ -255,12 +255,12 @@ def flops(learner: Learner, batches: list[Batch]) -> float:
 def agreements(options: argparse.Namespace) -> None:
     """How far the engine's log-probs are from the learner's under the same weights, and both from those in float32.
 
-    Random weights spread the probability over the whole vocabulary; with the last norm's weights four times as large, they
-    leave as little doubt as a trained model's do.
+    Random weights spread the probability over the whole vocabulary; with the last norm's weights larger, so are logits and what
+    rounding does to them, and tokens are as likely as a trained model's.
     """
     head = "model", "logits x", "sampler", "trainer", "tokens", "nats a token", "mean gap", "max gap", "mean ratio", "k3"
     table((*head, "sampler to float32", "trainer to float32"))
-    for model, larger in itertools.product(options.models, (1.0, 4.0)):
+    for model, larger in itertools.product(options.models, (1.0, 5.0)):
         weights = random_weights(model)
         weights = {**weights, "norm": larger * weights["norm"]}
         rows = sampled(model, weights, options)
