@@ -56,8 +56,14 @@ from jaxagent.sharding import DeviceMesh
 
 Forward = Callable[..., tuple[Array, Cache, Array | None]]
 
-# Products of a few rows are faster by cuBLAS than as XLA would fuse them, and it adds biases and the residual stream itself.
-COMPILE: dict[str, dict[str, bool | int | str]] = {"gpu": {"xla_gpu_enable_triton_gemm": False}}
+# Products of a few rows are faster by cuBLAS than as XLA would fuse them, and it adds biases and the residual stream itself. A
+# command buffer that holds the whole loop over tokens, and the branches of a draw, leaves the host nothing to do in between.
+COMPILE: dict[str, dict[str, bool | int | str]] = {
+    "gpu": {
+        "xla_gpu_enable_triton_gemm": False,
+        "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE",
+    }
+}
 SCORED = 64  # fed tokens whose logits exist at once where their log-probs are asked for
 
 

@@ -89,10 +89,10 @@ def fed(form: Any, held: Held, given: tuple[jax.Array, ...], empty: Any) -> jax.
     start, count = jnp.asarray(held.start), jnp.asarray(held.count)
     run = jax.jit(partial(form.attend, sliding=held.window > 0))
     nothing = jnp.zeros((*keys.shape[:2], held.heads, keys.shape[-1]), keys.dtype)
-    _, pages = run((nothing, keys, values), empty, table, jnp.zeros_like(start), start)
+    _, pages = run((nothing, keys, values), empty, (table, jnp.zeros_like(start), start))
     mine = start[:, None] + jnp.arange(held.fed)
     new = [jnp.take_along_axis(x, jnp.minimum(mine, x.shape[1] - 1)[..., None, None], 1) for x in (keys, values)]
-    out: jax.Array = run((q, *new), pages, table, start, count)[0]
+    out: jax.Array = run((q, *new), pages, (table, start, count))[0]
     return out
 
 
