@@ -39,7 +39,7 @@ def main() -> int:
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
     if options.model:
         overrides += [f"--config.model.{name}={MODELS[options.model][name]}" for name in SHAPE]
-    tree, found = configs.load(options.config, overrides)
+    tree, found = configs.load(options.config, [each.removeprefix("--config.") for each in overrides])
     if found:
         raise configs.ConfigError(found)
     told = plan.forecast(plan.Shapes(tree), iteration_s=60.0)

@@ -57,7 +57,7 @@ class Cudnn:
         starts = jnp.argsort(-heads, axis=1, stable=True)
         taken, most = 0, length // (self.short + 1)  # so many segments can be longer than SHORT
         while taken < most:
-            bucket, count = length // (taken + 1), min(taken + 1, most - taken)
+            bucket, count = round_up(length // (taken + 1), 8), min(taken + 1, most - taken)  # cuDNN takes no odd length
             chosen = starts[:, taken : taken + count]
             sizes = jnp.take_along_axis(heads, chosen, 1)
             out = self._attend_class(out, (q, k, v), chosen, sizes, bucket, sliding)
