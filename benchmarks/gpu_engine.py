@@ -3,8 +3,10 @@
 Measures copying, reading and a large product first. Then, for known models' shapes with random bf16 weights, one decode call of
 16 tokens after the other: rows of equal length, all alive, sampled at temperature 1. "of roofline" is the least time of a step
 (weights once, what the cache holds once, three passes over float32 logits, at the bandwidth found; or its arithmetic at the
-rate found, whichever takes longer) over the time it took. Arms: `pages` is attention by our kernel, `pages-xla` by gathering,
-`slots` copies what is in use for each call and reads it at once, `slots-exact` reads slots in chunks.
+rate found, whichever takes longer) over the time it took; "of parts" lets products, attention and the draw follow each other,
+each with its own limit, since a product of hundreds of rows is bound by arithmetic and attention by bytes. Arms: `pages` is
+attention by our kernel, `pages-xla` by gathering, `slots` copies what is in use for each call and reads it at once,
+`slots-exact` reads slots in chunks.
 
 `--attention` compares attention alone; `--profile` adds where a step's time goes, by kernels; `--layouts` tries shapes of ours.
 `--compile H100` (or H200) needs no GPU, only JAX's plug-in for CUDA (the extra `gpu`): decoding as XLA compiles it for one, how
@@ -81,10 +83,10 @@ def main() -> None:
         attention(ceiling, options.layouts)
     if options.models:
         print(
-            "\n| model | rows | context | arm | ms a step | tokens/s | roofline tokens/s | of roofline | compile s |",
+            "\n| model | rows | context | arm | ms a step | tokens/s | roofline | of roofline | of parts | compile s |",
             flush=True,
         )
-        print("|---|---:|---:|---|---:|---:|---:|---:|---:|", flush=True)
+        print("|---|---:|---:|---|---:|---:|---:|---:|---:|---:|", flush=True)
     for model in options.models:
         config = DecoderConfig(**MODELS[model])
         for rows in options.rows:
@@ -93,7 +95,7 @@ def main() -> None:
                     try:
                         told = decode(config, rows, context, arm, ceiling, options)
                     except Exception as error:  # a row that does not fit is a row
-                        told = f"{type(error).__name__}: {str(error).splitlines()[0][:90]} | | | | |"
+                        told = f"{type(error).__name__}: {str(error).splitlines()[0][:90]} | | | | | |"
                     print(f"| {model} | {rows} | {context} | {arm} | {told}", flush=True)
 
 
@@ -215,10 +217,12 @@ def decode(
     began = time.perf_counter()
     calls(options.calls)
     took = (time.perf_counter() - began) / options.calls / tokens
-    least = roofline_s(config, rows, context - tokens / 2, weights, ceiling)
+    size = sum(w.size for w in jax.tree.leaves(weights))
+    least, parts = roofline_s(config, rows, context - tokens / 2, size, ceiling)
     if options.profile:
         print(profile(lambda: calls(1), tokens), flush=True)
-    return f"{took * 1e3:.3f} | {rows / took:.0f} | {rows / least:.0f} | {least / took:.2f} | {compile_s:.0f} |"
+    told = f"{took * 1e3:.3f}", f"{rows / took:.0f}", f"{rows / least:.0f}", f"{least / took:.2f}", f"{parts / took:.2f}"
+    return f"{' | '.join(told)} | {compile_s:.0f} |"
 
 
 def normal(x: jax.ShapeDtypeStruct) -> jax.Array:
@@ -236,14 +240,19 @@ def _normal(shape: tuple[int, ...], dtype: str) -> jax.Array:
     return jnp.resize(part, (count,)).reshape(shape)
 
 
-def roofline_s(config: DecoderConfig, rows: int, context: float, weights: Any, ceiling: dict[str, float]) -> float:
-    """Seconds of a step that neither memory nor arithmetic can spare."""
+def roofline_s(config: DecoderConfig, rows: int, context: float, size: int, ceiling: dict[str, float]) -> tuple[float, float]:
+    """Seconds of a step that neither memory nor arithmetic can spare: of all that it does at once, and one after the other.
+
+    Args:
+        size: numbers in the sampler's weights.
+    """
     c = config
-    size = sum(w.size for w in jax.tree.leaves(weights)) - (0 if c.tied_head else c.vocab_size * c.width)
-    held = 2 * c.layers * c.kv_heads * c.head_width * 2 * context * rows
-    moved = 2 * size + held + 3 * 4 * rows * c.vocab_size
-    flop = 2 * size * rows + 4 * c.layers * c.heads * c.head_width * context * rows
-    return max(moved / bandwidth(ceiling) / 1e9, flop / ceiling["tflops"] / 1e12)
+    size -= 0 if c.tied_head else c.vocab_size * c.width  # rows of the embedding that nobody looks up
+    products = 2 * size, 2 * size * rows  # bytes, FLOP
+    held, pairs = 2 * c.layers * c.kv_heads * c.head_width * 2 * context * rows, 4 * c.layers * c.heads * c.head_width * context
+    parts = products, (held, pairs * rows), (3 * 4 * rows * c.vocab_size, 0)
+    seconds_of = lambda moved, flop: max(moved / bandwidth(ceiling) / 1e9, flop / ceiling["tflops"] / 1e12)  # noqa: E731
+    return seconds_of(*map(sum, zip(*parts, strict=True))), sum(seconds_of(*part) for part in parts)
 
 
 def profile(call: Callable[[], None], tokens: int) -> str:

@@ -55,16 +55,15 @@ def test_decoding_over_pages_changes_the_cache_in_place_and_reads_the_vocabulary
     text, memory = programs["decode"].as_text(), programs["decode"].memory_analysis()
     kernel = "__gpu$xla.gpu.triton"
     assert text.count(kernel) == config.layers
-    assert (
-        programs["append"].as_text().count(kernel) == config.layers - 1
-    )  # of the last one keys and values are all that is wanted
+    # Of the last layer keys and values are all that is wanted.
+    assert programs["append"].as_text().count(kernel) == config.layers - 1
     assert memory.alias_size_in_bytes >= size_bytes(engine.cache)
     assert not [way for way in ("infeed", "outfeed", " send(", " recv(") if way in text]
     logits = f"f32[64,{config.vocab_size}]"
     loop = next(part for part in text.split("\n\n") if kernel in part)
     branches = [line.split(" conditional(")[0] for line in loop.splitlines() if " conditional(" in line]
     assert branches and not [given for given in branches if logits in given]
-    assert kernels(text) / options.decode_tokens < 16 * config.layers + 40
+    assert kernels(text) / options.decode_tokens < 10 * config.layers + 40
 
 
 def test_a_plan_for_gpus_is_by_the_compilers_word(capsys: pytest.CaptureFixture[str]) -> None:

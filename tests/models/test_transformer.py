@@ -22,6 +22,8 @@ from jaxagent.models.transformer import (
     head_logits,
     head_table,
     heads_first,
+    join,
+    joined,
     logical_axes,
     output_first,
     params_of,
@@ -130,6 +132,12 @@ def test_linear_maps_laid_as_matrices_give_the_same() -> None:
     laid = heads_first(layer)
     assert laid["k"].shape == (config.kv_heads * config.head_width, config.width)
     assert laid["o"].shape == (config.heads * config.head_width, config.width)
+    np.testing.assert_allclose(jax.jit(run)(laid), want, atol=1e-5)
+    policy.blocks.heads_first = False
+    join(policy.blocks)
+    laid = joined(layer)
+    assert laid["qkv_bias"].shape == laid["qkv"].shape[1:] == ((config.heads + 2 * config.kv_heads) * config.head_width,)
+    assert laid["gate_up"].shape == (config.width, 2 * config.ffn_width) and not {"q", "k_bias", "up"} & set(laid)
     np.testing.assert_allclose(jax.jit(run)(laid), want, atol=1e-5)
 
 
