@@ -16,7 +16,7 @@ import tkinter
 from pathlib import Path
 from typing import Any
 
-CITIES = ("Bergen", "Cadiz", "Lublin", "Tartu")
+CITIES = ("Bergen", "Cadiz", "Lublin", "Tartu")  # those of chores.py
 _LONGEST = 60  # letters of a field
 _FONT = ("Helvetica", 12)
 _ROLES = {
