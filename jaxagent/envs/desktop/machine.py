@@ -91,6 +91,7 @@ class Machine:
         if not display:
             raise SystemExit(f"Xvfb did not start: status {self.server.wait()}")
         os.environ |= {"DISPLAY": f":{display}", "PATH": f"{tools}:{os.environ['PATH']}", _TREES: str(self.trees)}
+        os.environ["XDG_CACHE_HOME"] = str(self.apart / "cache")  # which outlives a restore: what is known of fonts
 
     # ------------------------------------------------------------------ eyes
 
