@@ -1,7 +1,7 @@
-"""Tasks at a computer with a desktop: by default chores on desktops that run here, with Xvfb and xdotool; or OSWorld's at its guests.
+"""Tasks at a computer: chores on desktops that run here, with Xvfb and xdotool; or OSWorld's tasks at OSWorld's guests.
 
 jaxagent train --config=configs/osworld.py --config.init_from=CHECKPOINT_DIR --workdir=DIR
-jaxagent train --config=configs/osworld.py:TASKS --config.env.options.urls=http://HOST:5000,... --config.init_from=CHECKPOINT_DIR ...
+jaxagent train --config=configs/osworld.py:TASKS --config.env.options.urls=http://HOST:5000 --config.init_from=...
 
 TASKS is a folder of OSWorld's task files; `env.options.restore` is the command that reverts a guest to its snapshot.
 """
@@ -21,7 +21,13 @@ def get_config(arg: str = "") -> ConfigDict:
         c.env.options = ConfigDict({"kinds": ("phone", "city", "member", "add", "delete"), "workers": 2, "rules": True})
     else:
         c.env.name = "osworld"
-        options = {"urls": "http://127.0.0.1:5000", "tasks": str(Path(arg).resolve()), "files": "", "restore": "", "max_steps": 15}
+        options = {
+            "urls": "http://127.0.0.1:5000",
+            "tasks": str(Path(arg).resolve()),
+            "files": "",
+            "restore": "",
+            "max_steps": 15,
+        }
         c.env.options = ConfigDict(options)
     c.rollout.concurrency = 2  # guests: who waits for one has its deadline running
     c.rollout.deadline_s = 1800.0

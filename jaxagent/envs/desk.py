@@ -1,24 +1,23 @@
 """`desk`: chores in a register of people, at desktops that run here: real windows, pointer and keys. Needs Xvfb and xdotool.
 
-What `osworld` is, without a virtual machine: the same protocol, rows and actions, to desktops of our own (desktop/machine.py) and a program
-of ours on them (desktop/register.py), behind the locks of the sandbox. A task asks for one change; the reward is 1 where the file
-that the program saved holds that and nothing else.
+What `osworld` is, without a virtual machine: the same protocol, rows and actions, to desktops of our own (desktop/machine.py)
+and a program of ours on them (desktop/register.py), behind the locks of the sandbox. A task asks for one change; the reward is
+1 where the file that the program saved holds that and nothing else.
 """
 
 from __future__ import annotations
 
-import asyncio
 import os
 import random
-import threading
 from typing import Any
 
 from jaxagent.envs.desktop.chores import KINDS, advise, chore
 from jaxagent.envs.desktop.evaluation import Files
 from jaxagent.envs.desktop.local import missing
-from jaxagent.envs.desktop.session import DesktopEpisode, Guests, Own, Ways, counted
+from jaxagent.envs.desktop.session import DesktopEpisode, Guests, Own, Ways
 from jaxagent.envs.env import Env, Task
 from jaxagent.envs.synchronous import seed_of
+from jaxagent.envs.workers.places import counted, run_apart
 from jaxagent.types import Message
 
 _LONGEST_WAY = 16  # turns of a demonstration
@@ -29,7 +28,8 @@ class Desktop:
 
     Args:
         kinds: of chores, in turn: phone, city, member, add, delete.
-        workers: desktops; 0: as many as there are cores. Set rollout.concurrency to no more: who waits has its deadline running.
+        workers: desktops; 0: as many as there are cores. Set rollout.concurrency to no more: who waits has its deadline
+            running.
         max_steps: turns after which a desktop is scored as it is.
         rules: are told at the beginning.
         screenshots: a folder that a picture of every turn is kept in; empty keeps none.
@@ -69,14 +69,7 @@ class Desktop:
 
     def demonstrate(self, task: Task, rng: random.Random) -> list[Message]:
         """Who can read the rows does what they advise, at a desktop."""
-        made: list[list[Message]] = []
-        # In a thread of its own: whoever asks may have a loop that runs.
-        thread = threading.Thread(target=lambda: made.append(asyncio.run(self._show(task))), name="desk-demonstration")
-        thread.start()
-        thread.join()
-        if not made:
-            raise RuntimeError(f"{task['id']}: its demonstration failed, as is told above")
-        return made[0]
+        return run_apart(self._show(task))
 
     async def _show(self, task: Task) -> list[Message]:
         env = self.episode(f"{task['id']}/shown", None)

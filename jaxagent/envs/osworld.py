@@ -1,10 +1,10 @@
-"""`osworld`: tasks at a computer with a desktop, in OSWorld's format, at guests that speak the protocol of its virtual machines.
+"""`osworld`: tasks at a computer, in OSWorld's format, at guests that speak the protocol of its virtual machines.
 
 The guests run elsewhere, as OSWorld's own providers start them; an episode takes a free one, has it restored, sets up the task,
 and is told what is on the screen as numbered rows of the accessibility tree. What the policy does is a small grammar
 (desktop/actions.py), from which the calls of pyautogui are made here: its text is never run. The score is the task's own
-evaluator's, as far as that can be told from the rule (desktop/evaluation.py). Screenshots can be kept beside the run; a policy that
-reads text is not shown them.
+evaluator's, as far as that can be told from the rule (desktop/evaluation.py). Screenshots can be kept beside the run; a policy
+that reads text is not shown them.
 
 `desk` is the same with desktops and tasks of our own, for where there is no virtual machine.
 """
@@ -17,8 +17,9 @@ from typing import Any
 
 from jaxagent.data.records import read_records, split_of
 from jaxagent.envs.desktop.evaluation import Files, fault_of, task_of
-from jaxagent.envs.desktop.session import DesktopEpisode, Elsewhere, Guests, Ways, counted
+from jaxagent.envs.desktop.session import DesktopEpisode, Elsewhere, Guests, Ways
 from jaxagent.envs.env import Env, Task
+from jaxagent.envs.workers.places import addresses_of, counted
 
 SPLITS = ("train", "valid", "test")
 _TOLD = 20  # faults, of one message
@@ -31,8 +32,9 @@ class OSWorld:
         urls: of guests, with commas, as in http://127.0.0.1:5000; set rollout.concurrency to as many as there are.
         tasks: a folder of OSWorld's task files, at any depth, or JSONL of them.
         files: a folder for the files that tasks name: what is fetched is kept there, under the names of OSWorld's cache.
-        restore: a command of this machine that makes a guest what it was before any task, with {number}, from 0, and {url} where it
-            stands in `urls`, as in "docker restart guest-{number}"; empty leaves on a guest what was done there before.
+        restore: a command of this machine that makes a guest what it was before any task, with {number}, from 0, and {url}
+            where it stands in `urls`, as in "docker restart guest-{number}"; empty leaves on a guest what was done there
+            before.
         max_steps: turns after which a guest is scored as it is.
         pause_s: between an action and the look at what it did; OSWorld has 2.
         screenshots: a folder that a picture of every turn is kept in; empty keeps none.
@@ -54,10 +56,7 @@ class OSWorld:
         screenshots: str = "",
         timeout_s: float = 120.0,
     ):
-        addresses = [url.strip().rstrip("/") for url in urls.split(",") if url.strip()]
-        counted(addresses, "urls")
-        if wrong := [url for url in addresses if not url.startswith(("http://", "https://"))]:
-            raise ValueError(f"env.options.urls must be those of guests, as in http://127.0.0.1:5000; got {wrong[0]!r}")
+        addresses = addresses_of(urls, "guests")
         self.ways = Ways(max_steps, pause_s, timeout_s, screenshots=screenshots)
         self.records: dict[str, list[dict[str, Any]]] = {split: [] for split in SPLITS}
         read = _read(tasks)

@@ -74,7 +74,10 @@ def test_each_kind_asks_for_one_change_of_what_the_file_held() -> None:
             before = task["config"][0]["parameters"]["text"]
             after = task["evaluator"]["expected"]["rules"]["expected"]
             assert before != after
-            lines = [set(map(str, ast.literal_eval(re.sub(r"\b(t|f)(rue|alse)\b", lambda m: m[0].capitalize(), text)))) for text in (before, after)]
+            lines = [
+                set(map(str, ast.literal_eval(re.sub(r"\b(t|f)(rue|alse)\b", lambda m: m[0].capitalize(), text))))
+                for text in (before, after)
+            ]
             assert (len(lines[0] - lines[1]), len(lines[1] - lines[0])) == {"add": (0, 1), "delete": (1, 0)}.get(kind, (1, 1))
             assert task["wanted"]["name"] in task["instruction"]
 
@@ -98,7 +101,11 @@ def test_what_is_missing_is_told_with_what_to_install(tmp_path: Path, monkeypatc
 
 
 def test_options_that_make_no_world_are_told() -> None:
-    for options, why in (({"kinds": ("sing",)}, "must be of phone, city"), ({"kinds": ()}, "nothing"), ({"workers": -1}, "workers")):
+    for options, why in (
+        ({"kinds": ("sing",)}, "must be of phone, city"),
+        ({"kinds": ()}, "nothing"),
+        ({"workers": -1}, "workers"),
+    ):
         with pytest.raises(ValueError, match=rf"env\.options.*{why}"):
             Desktop(**options)  # type: ignore[arg-type]
 
@@ -133,7 +140,7 @@ def test_what_is_not_the_change_that_was_asked_for_earns_nothing(world: Desktop)
             step = await env.reset(task, 0)
             for turn in turns:
                 seen = step.messages[-1].content if step.messages else ""
-                step = await env.step(say(re.sub(r"<(.*?)>", lambda found: row(seen, found[1]), turn)))
+                step = await env.step(say(re.sub(r"<(.*?)>", lambda found, seen=seen: row(seen, found[1]), turn)))
             assert step.terminated
             return step.reward
         finally:
@@ -158,7 +165,7 @@ def test_what_is_not_the_change_that_was_asked_for_earns_nothing(world: Desktop)
 def test_pixels_are_those_of_the_window_and_change_with_what_is_typed(world: Desktop, tmp_path: Path) -> None:
     pictured = Desktop(workers=1, screenshots=str(tmp_path))
     pictured.guests = world.guests
-    asyncio.run(steps(pictured, 0, 'click 0', "wait", "press enter"))
+    asyncio.run(steps(pictured, 0, "click 0", "wait", "press enter"))
     first, second, third, _ = [pixels(place.read_bytes()) for place in sorted(tmp_path.rglob("*.png"))]
     assert len(first) == 800 * 600 * 3
     assert len(set(first)) > 10  # letters, edges, grey
@@ -209,7 +216,7 @@ def test_a_desktop_that_dies_breaks_its_episode_and_another_takes_its_place(worl
     async def play() -> None:
         env, task = world.episode("desk/3", None), world.task("train", 1)
         await env.reset(task, 0)
-        place: Any = world.guests.places[0]
+        place: Any = world.guests.all[0]
         place.desk._process.kill()
         with pytest.raises(GuestFault):
             await env.step(say("click 0"))

@@ -268,7 +268,11 @@ def test_metrics_are_joined_and_what_cannot_be_done_wants_a_no(tmp_path: Path) -
         ({**both, "expected": [right, right]}, SOLVED, 1.0),
         ({"func": "infeasible"}, (say("fail"),), 1.0),
         ({"func": "infeasible"}, (say("done"),), 0.0),
-        ({"func": "compare_text_file", "result": {"type": "vm_file", "path": "~/none"}, "expected": both["result"][0]}, SOLVED, 0.0),
+        (
+            {"func": "compare_text_file", "result": {"type": "vm_file", "path": "~/none"}, "expected": both["result"][0]},
+            SOLVED,
+            0.0,
+        ),
     ]
     for number, (evaluator, turns, score) in enumerate(cases):
         (tmp_path / str(number)).mkdir()
@@ -347,7 +351,7 @@ def test_the_contract_of_a_world_is_kept(tmp_path: Path) -> None:
     tasks = written(tmp_path, several())
 
     async def ask() -> list[Any]:
-        async with running() as ((guest,), urls):
+        async with running() as (_, urls):
             world = OSWorld(urls, tasks, pause_s=0.0)
             return await Checker(world).ask_all(None)
 

@@ -1,1 +1,1 @@
-"""What stands behind the worlds `osworld` and `desk`: guests, what their screens say, what can be done there, how it is scored."""
+"""What stands behind the worlds `osworld` and `desk`: guests, their screens, what can be done there, its score."""

@@ -1,7 +1,7 @@
 """What can be done at a desktop: lines of a small grammar, and the calls of pyautogui that they stand for.
 
-    click 4            click 120 300      also double_click, triple_click, right_click, middle_click and move, on a row or a point
-    drag 4 7           drag 10 10 90 40   from one to the other
+    click 4            click 120 300      also double_click, triple_click, right_click, middle_click and move, on a row or a
+    point drag 4 7           drag 10 10 90 40   from one to the other
     scroll -3          scroll -3 4        so many clicks of the wheel, up or down (negative), over a row or a point
     type some text     press enter        press ctrl+a
     wait               done               fail
@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from jaxagent.envs.desktop.screen import Row
 
 RULES = (
-    "You work at a computer. You are told what is on its screen, a numbered row each. Answer with one action: click 4 (a row) or "
-    "click 120 300 (a point), double_click, triple_click, right_click, middle_click and move in the same way, drag 4 7, "
-    "scroll -3, scroll -3 4, type some text, press enter, press ctrl+a, wait; done when the task is done, fail when it cannot be."
+    "You work at a computer. You are told what is on its screen, a numbered row each. Answer with one action: click 4 (a row) "
+    "or click 120 300 (a point), double_click, triple_click, right_click, middle_click and move in the same way, drag 4 7, "
+    "scroll -3, scroll -3 4, type some text, press enter, press ctrl+a, wait; done when it is done, fail when it cannot be."
 )
 POINTED = {
     "click": "click",

@@ -13,7 +13,24 @@ from typing import Any
 
 CITIES = ("Bergen", "Cadiz", "Lublin", "Tartu")  # those of register.py, which runs elsewhere
 FILE = "~/people.json"
-_FIRST = ("Ada", "Bo", "Cleo", "Dag", "Edit", "Finn", "Gro", "Hana", "Ivo", "Juno", "Kian", "Lea", "Milo", "Nura", "Otto", "Pia")
+_FIRST = (
+    "Ada",
+    "Bo",
+    "Cleo",
+    "Dag",
+    "Edit",
+    "Finn",
+    "Gro",
+    "Hana",
+    "Ivo",
+    "Juno",
+    "Kian",
+    "Lea",
+    "Milo",
+    "Nura",
+    "Otto",
+    "Pia",
+)
 _LAST = ("Arden", "Berg", "Costa", "Dahl", "Ek", "Faro", "Gray", "Holm", "Ito", "Jansen", "Kulik", "Lund")
 _ROW = re.compile(r"^\[(\d+)\] (.*) at \d+ \d+$", re.MULTILINE)
 Person = dict[str, Any]

@@ -4,8 +4,8 @@
     "postconfig"}}
 
 `func` names a metric, or several, which compare a `result` with what is `expected`; either is got from the guest, from the
-task, or from a file that the task names by its address. Known are those that can be told from the rule: what a command says, what
-a file holds. OSWorld's other kinds (LibreOffice, Chrome's profile, VLC and their like) need its own evaluators; a task
+task, or from a file that the task names by its address. Known are those that can be told from the rule: what a command says,
+what a file holds. OSWorld's other kinds (LibreOffice, Chrome's profile, VLC and their like) need its own evaluators; a task
 with one of them is refused by name, when it is read.
 
 We differ where a command of the evaluator cannot be run at all, or a file cannot be had: there the episode breaks, and OSWorld
@@ -26,7 +26,18 @@ import aiohttp
 
 from jaxagent.envs.desktop.guest import Guest, GuestFault
 
-SETUPS = ("upload_file", "download", "write", "execute", "command", "launch", "open", "sleep", "activate_window", "close_window")
+SETUPS = (
+    "upload_file",
+    "download",
+    "write",
+    "execute",
+    "command",
+    "launch",
+    "open",
+    "sleep",
+    "activate_window",
+    "close_window",
+)
 GETTERS = ("rule", "vm_command_line", "vm_command_error", "vm_file", "cloud_file")
 _LONGEST_SLEEP_S = 120.0
 Metric = Callable[..., float]
@@ -176,7 +187,7 @@ async def evaluate(guest: Guest, task: Mapping[str, Any], files: Files, failed: 
             scores.append(float(METRICS[name](got, *wanted, **(options or {}))))
         except (KeyError, TypeError) as error:
             raise GuestFault(f"{task['id']}: its metric {name} was given what it cannot compare: {error!r}") from None
-        if any_will_do and scores[-1] == 1.0 or not any_will_do and scores[-1] == 0.0:
+        if (any_will_do and scores[-1] == 1.0) or (not any_will_do and scores[-1] == 0.0):
             return scores[-1], f"{name}: {scores[-1]:g}"
     score = max(scores) if any_will_do else sum(scores) / len(scores)
     return score, f"{len(scores)} metrics: {score:g}"

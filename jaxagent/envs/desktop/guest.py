@@ -1,14 +1,14 @@
 """OSWorld's guest, spoken to: a computer with a desktop, whose server answers over HTTP.
 
-    GET  /platform                                      -> the name of its system
-    GET  /screenshot                                    -> PNG
-    GET  /accessibility                                 -> {"AT": the accessibility tree, as XML}
-    POST /execute {"command": [...], "shell": false}    -> {"output", "error", "returncode"}, or status 500 where it cannot be run
-    POST /file, a form with file_path                   -> the file, or status 404
-    POST /setup/upload, a form with file_path, file_data;   /setup/launch {"command", "shell"};   /setup/open_file {"path"};
-    POST /setup/activate_window, /setup/close_window {"window_name", "strict", "by_class"}
+GET  /platform                                      -> the name of its system
+GET  /screenshot                                    -> PNG
+GET  /accessibility                                 -> {"AT": the accessibility tree, as XML}
+POST /execute {"command": [...], "shell": false}    -> {"output", "error", "returncode"}, or status 500 where it cannot be run
+POST /file, a form with file_path                   -> the file, or status 404
+POST /setup/upload, a form with file_path, file_data;   /setup/launch {"command", "shell"};   /setup/open_file {"path"};
+POST /setup/activate_window, /setup/close_window {"window_name", "strict", "by_class"}
 
-    GuestFault        a guest did not answer, answered late, too much or nonsense: never the policy's fault
+GuestFault        a guest did not answer, answered late, too much or nonsense: never the policy's fault
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Guests of our own: desktops that run here, each inside the locks of the sandbox. Needs Xvfb, xdotool and tkinter.
 
-What the policy clicks and types reaches a program, so all of a desktop (X server, programs, the server of its protocol) runs behind
-`sandbox_client/confine.py`, at level L2: a private tree, no network, a user of its own. It is spoken to over a socket that
-listened before the lock closed. Where the machine gives no such lock no desktop starts, and the error says why.
+What the policy clicks and types reaches a program, so all of a desktop (X server, programs, the server of its protocol) runs
+behind `sandbox_client/confine.py`, at level L2: a private tree, no network, a user of its own. It is spoken to over a socket
+that listened before the lock closed. Where the machine gives no such lock no desktop starts, and the error says why.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
     python -P -c THIS PROGRAMS_AS_JSON WIDTH HEIGHT          standard input is a socket that listens
 
 It is meant for the inside of a lock (`local.py`): commands that a task brings are run. What pyautogui is asked for through
-`python -c` is not run but read, calls with literal arguments and nothing else, and done by xdotool. Screenshots are the frame buffer;
-the accessibility tree is what the programs say of themselves. Beside the guest's own requests there is POST /restore, which
-ends what was launched and empties the home folder: a snapshot, for a machine without one.
+`python -c` is not run but read, calls with literal arguments and nothing else, and done by xdotool. Screenshots are the frame
+buffer; the accessibility tree is what the programs say of themselves. Beside the guest's own requests there is POST /restore,
+which ends what was launched and empties the home folder: a snapshot, for a machine without one.
 """
 
 import ast
@@ -108,7 +108,11 @@ class Machine:
             colour[channel::3] = pixels[2 - channel :: 4]
         step = 3 * (row // 4)
         lines = b"".join(b"\0" + colour[y * step : y * step + 3 * width] for y in range(height))
-        parts = (b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)), (b"IDAT", zlib.compress(lines, 1)), (b"IEND", b"")
+        parts = (
+            (b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)),
+            (b"IDAT", zlib.compress(lines, 1)),
+            (b"IEND", b""),
+        )
         made = [struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data)) for kind, data in parts]
         return b"\x89PNG\r\n\x1a\n" + b"".join(made)
 
@@ -141,7 +145,11 @@ class Machine:
                 continue
             call = statement.value if isinstance(statement, ast.Expr) else None
             called = call.func if isinstance(call, ast.Call) else None
-            if not isinstance(call, ast.Call) or not isinstance(called, ast.Attribute) or not isinstance(called.value, ast.Name):
+            if (
+                not isinstance(call, ast.Call)
+                or not isinstance(called, ast.Attribute)
+                or not isinstance(called.value, ast.Name)
+            ):
                 raise Refused(f"only calls of pyautogui are done here, got {ast.unparse(statement)[:80]}")
             given = [ast.literal_eval(argument) for argument in call.args]
             named = {word.arg or "": ast.literal_eval(word.value) for word in call.keywords}
@@ -296,6 +304,8 @@ class Door(http.server.BaseHTTPRequestHandler):
     machine: Machine
     turn = threading.Lock()
     protocol_version = "HTTP/1.1"
+    wbufsize = -1  # an answer in one piece: two would wait for each other's acknowledgement
+    disable_nagle_algorithm = True
 
     def log_message(self, *ignored: Any) -> None:
         pass
@@ -358,7 +368,10 @@ class Door(http.server.BaseHTTPRequestHandler):
     def upload(self) -> tuple[int, Any]:
         head = f"Content-Type: {self.headers['Content-Type']}\r\n\r\n".encode()
         form = email.parser.BytesParser(policy=email.policy.HTTP).parsebytes(head + self.body)
-        parts = {part.get_param("name", header="content-disposition"): part.get_payload(decode=True) for part in form.iter_parts()}
+        parts: dict[str, bytes] = {}
+        for part in form.iter_parts():
+            content = part.get_payload(decode=True)
+            parts[str(part.get_param("name", header="content-disposition"))] = content if isinstance(content, bytes) else b""
         path = self.machine.path(parts["file_path"].decode())
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(parts["file_data"])

@@ -3,8 +3,8 @@
     python register.py PEOPLE.json
 
 Shows the records {name, phone, city, member} of a file, changes, adds and deletes them. `Save` and a confirmed `Delete`
-write the file, whole; nothing else does. Where DESK_TREES names a folder, a socket there, named by the process, tells what is on
-the window to who connects: once all that was clicked and typed so far has been taken in and drawn.
+write the file, whole; nothing else does. Where DESK_TREES names a folder, a socket there, named by the process, tells what is
+on the window to who connects: once all that was clicked and typed so far has been taken in and drawn.
 """
 
 import contextlib
@@ -155,7 +155,7 @@ class Register:
             asked.sendall(json.dumps({"role": "application", "name": "register", "children": self.windows()}).encode())
 
     def windows(self) -> list[dict[str, Any]]:
-        tops = [self.root, *([self.question] if self.question is not None else [])]
+        tops: list[Any] = [self.root, *([self.question] if self.question is not None else [])]
         return [
             {**place(top), "role": "dialog" if top is self.question else "frame", "name": top.title(), "children": inside(top)}
             for top in tops

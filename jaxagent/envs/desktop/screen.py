@@ -62,7 +62,7 @@ def _row(node: ElementTree.Element) -> Row | None:
     place, size = (_pair(node.get(_COMPONENT + key, "")) for key in ("screencoord", "size"))
     if not {"showing", "visible"} <= states or place is None or size is None or min(*place, size[0] - 1, size[1] - 1) < 0:
         return None
-    name, text = _line(node.get("name", "")), _line(node.text or node.get(_VALUE + "value", ""))
+    name, text = _line(node.get("name", "")), _line(node.text or node.get(_VALUE + "value") or "")
     if node.tag in _FRAMES or not (name or text or node.tag in _USED):
         return None
     known = [node.tag, f'"{name}"' if name else "", f"holds {text!r}" if text and text != name else ""]

@@ -5,13 +5,10 @@ from __future__ import annotations
 import asyncio
 import re
 import shlex
-import threading
-from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from jaxagent.envs.desktop.actions import RULES, NoAction, read
 from jaxagent.envs.desktop.evaluation import Files, evaluate, set_up
@@ -19,6 +16,7 @@ from jaxagent.envs.desktop.guest import Guest, GuestFault
 from jaxagent.envs.desktop.local import Desk
 from jaxagent.envs.desktop.screen import Row, rows_of, told
 from jaxagent.envs.env import Step, Task
+from jaxagent.envs.workers.places import Places
 from jaxagent.types import Message
 
 _MOST_ROWS = 150
@@ -123,40 +121,7 @@ class Own:
             desk.close()
 
 
-class Guests:
-    """Places, one episode at each; whoever comes when all are taken waits."""
-
-    def __init__(self, places: Sequence[Place]):
-        self.places, self._free = list(places), deque(places)
-        self._waiting: deque[Future[Place]] = deque()
-        self._lock = threading.Lock()
-
-    async def take(self) -> Place:
-        future: Future[Place] = Future()
-        with self._lock:
-            self._waiting.append(future)
-            self._seat()
-        try:
-            return await asyncio.wrap_future(future)
-        except asyncio.CancelledError:
-            if future.done() and not future.cancelled():  # it was granted while nobody waited any more
-                self.give_back(future.result())
-            raise
-
-    def give_back(self, place: Place) -> None:
-        with self._lock:
-            self._free.append(place)
-            self._seat()
-
-    def close(self) -> None:
-        for place in self.places:
-            place.close()
-
-    def _seat(self) -> None:
-        while self._waiting and self._free:
-            future = self._waiting.popleft()
-            if future.set_running_or_notify_cancel():
-                future.set_result(self._free.popleft())
+Guests = Places[Place]
 
 
 class DesktopEpisode:
@@ -235,11 +200,3 @@ class DesktopEpisode:
 def _keep(folder: Path, name: str, content: bytes) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / name).write_bytes(content)
-
-
-def counted(ids: Sequence[Any], named: str) -> None:
-    """Raises ValueError where there is nothing, or one thing twice."""
-    if not ids:
-        raise ValueError(f"env.options.{named}: nothing is named")
-    if twice := [one for one in ids if list(ids).count(one) > 1]:
-        raise ValueError(f"env.options.{named}: {twice[0]!r} is named twice")

@@ -77,7 +77,9 @@ HOSTILE = st.text(alphabet="'\"\\);\n{}#x1 +\u2028\ud800", max_size=30)
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.builds(lambda name, rest: f"{name} {rest}", st.sampled_from(["type", "press", "click", "drag", "scroll", ""]), HOSTILE))
+@given(
+    st.builds(lambda name, rest: f"{name} {rest}", st.sampled_from(["type", "press", "click", "drag", "scroll", ""]), HOSTILE)
+)
 def test_whatever_is_written_the_guest_is_given_known_calls_with_literals(text: str) -> None:
     try:
         action = read(text, ROWS)
@@ -97,6 +99,10 @@ def test_the_program_for_the_guest_is_python_and_sets_what_pyautogui_gets_wrong(
     python, flag, source = read("type <", ROWS).command
     assert (python, flag) == ("python", "-c")
     assert source.endswith("pyautogui.typewrite('<', interval=0.01)")
-    shifted = next(node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Assign) and isinstance(node.value, ast.Lambda))
+    shifted = next(
+        node.value
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Lambda)
+    )
     needs = eval(compile(ast.Expression(shifted), "", "eval"))  # noqa: S307 - our own lambda
     assert [letter for letter in "aA<>1!" if needs(letter)] == ["A", ">", "!"]
