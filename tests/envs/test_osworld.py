@@ -43,7 +43,7 @@ class Guest:
         self.asked.append(name)
         if self.fault == name:
             await asyncio.sleep(self.slow_s)
-            return web.Response(status=self.answer.status, body=self.answer.body)
+            return web.Response(status=self.answer.status, body=self.answer.body, headers={"Location": "/screenshot"})
         return await getattr(self, name.replace("/", "_"))(request)
 
     async def platform(self, request: web.Request) -> web.Response:
@@ -224,6 +224,7 @@ ASKED = ("platform", "setup/launch", "accessibility", "screenshot", "execute")
     [
         *((name, answer) for name in ASKED for answer in ("status 500", "late")),
         *((name, "nonsense") for name in ASKED[2:]),  # whatever the others say is right
+        ("screenshot", "elsewhere"),  # where the same would be found
     ],
 )
 def test_a_guest_that_fails_breaks_the_episode_and_is_tried_again(fault: str, answer: str, tasks: str, tmp_path: Path) -> None:
@@ -232,7 +233,8 @@ def test_a_guest_that_fails_breaks_the_episode_and_is_tried_again(fault: str, an
             late = 0.2 if answer == "late" or fault == "platform" else 60.0  # as long as a guest may take to be there
             world = OSWorld(urls, tasks, pause_s=0.0, timeout_s=late, screenshots=str(tmp_path / "seen"))
             guest.fault, guest.slow_s = fault, 0.5 if answer == "late" else 0.0
-            guest.answer = web.Response(text="<html>") if answer == "nonsense" else guest.answer
+            if answer != "status 500":
+                guest.answer = web.Response(status=302 if answer == "elsewhere" else 200, text="<html>")
             with pytest.raises(GuestFault, match=urls):
                 await steps(world, *SOLVED)
             guest.fault, world.ways = "", dataclasses.replace(world.ways, timeout_s=60.0)

@@ -128,7 +128,8 @@ class Guest:
         """An answer's status and body."""
         content = bytearray()
         try:
-            async with self.http.request(method, f"{self.url}/{path}", **what) as reply:
+            # A guest is the policy's to change: it must not send us elsewhere.
+            async with self.http.request(method, f"{self.url}/{path}", allow_redirects=False, **what) as reply:
                 async for chunk in reply.content.iter_chunked(1 << 16):
                     content += chunk
                     if len(content) > most_bytes:

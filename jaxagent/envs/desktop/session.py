@@ -87,6 +87,7 @@ class Elsewhere:
         finally:
             if program.returncode is None:
                 program.kill()
+                await program.wait()
         if program.returncode:
             words = said.decode(errors="replace").strip()[-200:]
             raise GuestFault(f"{self.url}: {shlex.join(self.restore)} ended with status {program.returncode}: {words}")

@@ -73,7 +73,8 @@ class Remote:
     async def _ask(self, method: str, path: str, about: dict[str, str], body: dict[str, Any] | None = None) -> dict[str, Any]:
         content = bytearray()
         try:
-            async with self.http.request(method, f"{self.url}/{path}", params=about, json=body) as reply:
+            where = f"{self.url}/{path}"
+            async with self.http.request(method, where, params=about, json=body, allow_redirects=False) as reply:
                 async for chunk in reply.content.iter_chunked(1 << 16):
                     content += chunk
                     if len(content) > _MOST_BYTES:
