@@ -35,6 +35,6 @@ def get_config(arg: str = "") -> ConfigDict:
     c.agent.max_tokens = c.engine.slot_tokens = c.learner.row_tokens = 32768
     if arg != "runlocal":
         return c
-    c = shortened(c, 4096)
+    c = shortened(c, 2048)
     c.feed.prompts = c.evaluate.tasks = c.evaluate.final_tasks = 1
     return c
