@@ -43,8 +43,8 @@ MISSING = () if find_spec("math_verify") else ("math_match",)
 QUESTIONS = tuple(f"questions/{name}" for name in (*SCORERS, *COMPOSED) if name not in ("tool_calls", *MISSING))
 WORLDS = ("chain", "maze", "search", "mixture", "retail", "webshop", "bfcl", "research", *QUESTIONS)
 # `swe` wants tasks of its own: its probes stand in tests/envs/test_swe_world.py. Moves of a game are legal or not, and what
-# several seats say to each other is paid by rules: both are tested by hand with their worlds. The rest are paid by a library, a
-# server or the user's program.
+# several seats say to each other is paid by rules: both are tested by hand with their worlds. `desk` and `phone` pay by all
+# that a program holds in the end, and have probes of their own. The rest are paid by a library, a server or the user's program.
 ELSEWHERE = {"swe", "frozen_lake", "sokoban", "kuhn", "debate", "critique", "proposals"}
 ELSEWHERE |= {
     "crafter",
@@ -60,6 +60,10 @@ ELSEWHERE |= {
     "alfworld",
     "agentgym",
     "appworld",
+    "osworld",
+    "desk",
+    "android_world",
+    "phone",
     "openenv",
     "program",
 }

@@ -15,6 +15,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from jaxagent.envs.desktop import local
 from jaxagent.envs.workers import chromium
 
 
@@ -181,9 +182,10 @@ def report_install(name: str, python: str) -> int:
 
 
 def report_list() -> int:
-    """The command `jaxagent env list`: every world that needs a library, and whether it is there."""
+    """The command `jaxagent env list`: every world that needs what is not ours, and whether it is there."""
     for name in LIBRARIES:
         print(f"{name:16}{state_of(name)}")
+    print(f"{'desk':16}{local.missing() or 'Xvfb and xdotool are in PATH'}")
     return 0
 
 
