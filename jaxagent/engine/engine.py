@@ -442,6 +442,7 @@ class Engine:
 
     def _publish(self, params: Params, version: int) -> None:
         here = jax.device_put(params, self._shardings)
+        self._params = None  # no call is under way, and there need not be room for both copies
         self._params = jax.block_until_ready(self._steps.publish(here))
         self._version = version
         if self.options.recompute:
