@@ -180,7 +180,7 @@ def held_bytes(run: Shapes) -> dict[str, int]:
 def peaks(held: dict[str, int], temporaries: dict[str, int], *, streamed: bool = False, ahead: bool = False) -> dict[str, int]:
     """The most that a device holds in each phase: all that stays, with what the phase adds.
 
-    Weights are published in place of the sampler's copy: what is added is what they are made of, where that is no part of the learner.
+    Weights are published in place of the sampler's copy: what they are made of is added, where that is not the learner's own.
 
     Args:
         streamed: gradients are summed between calls of the engines, so that the sum is there while they sample.
@@ -338,7 +338,7 @@ def _measured(lower: Callable[[], jax.stages.Lowered]) -> dict[str, Any]:
     """What a program needs and moves; of one that its chip cannot hold, what the compiler said."""
     began = time.process_time()
     try:
-        program = lower().compile()
+        program: Any = lower().compile()
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
