@@ -163,7 +163,9 @@ def row(job: Job, options: argparse.Namespace, kept: dict[str, Any]) -> list[str
     if phase in ("gradient", "publish") and phase in found["programs"]:
         most += f" / {found['peak_bytes'][phase] / 1e9:.1f}"
     gradient, decode = found["programs"].get("gradient", {}), found["programs"].get("decode", {})
-    memory = f"{told['temporary_bytes']['gradient'] / 1e9:.2f} / {gradient.get('temporary_bytes', 0) / 1e9:.2f}"
+    memory = f"{told['temporary_bytes']['gradient'] / 1e9:.2f}"
+    if gradient:
+        memory += f" / {gradient['temporary_bytes'] / 1e9:.2f}" if "temporary_bytes" in gradient else " / refused"
     runs = ", ".join(f"{n['runs']} {kind} {n['bytes'] / 1e9:.2f} GB" for kind, n in gradient.get("runs", {}).items())
     refusal = does_not_fit(told)
     fits = f"{'does not fit' if refusal else 'yes'}, of {limit / 1e9:.1f}"
