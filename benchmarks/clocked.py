@@ -95,16 +95,17 @@ class Device:
     step_s: float = 0.4e-3  # launch and sampling
     prefill_s: float = 3e-3
     weight: int = 1  # rows of a larger run that each row stands for
+    read_bytes: float = 0.0  # of the weights, where not all multiply every token; 0: two for each
 
     def decode(self, rows: int, held: float) -> float:
         """One token for every row; they hold so many in all."""
         rows, held = rows * self.weight, held * self.weight
-        read = (2 * self.params + held * self.cached_bytes) / self.bandwidth
+        read = ((self.read_bytes or 2 * self.params) + held * self.cached_bytes) / self.bandwidth
         return max(read, rows * 2 * self.params / self.prefill_flops) + self.step_s
 
     def prefill(self, tokens: float, pairs: float) -> float:
         flops = self.weight * (2 * self.params * tokens + self.attention * pairs) / self.prefill_flops
-        return max(flops, 2 * self.params / self.bandwidth) + self.prefill_s
+        return max(flops, (self.read_bytes or 2 * self.params) / self.bandwidth) + self.prefill_s
 
     def train(self, lengths: list[int]) -> float:
         """Forward, backward and forward again."""

@@ -59,6 +59,15 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_attention_heads": 28,
         "num_key_value_heads": 4,
     },
+    "Qwen2.5-32B": {
+        "model_type": "qwen2",
+        "vocab_size": 152064,
+        "hidden_size": 5120,
+        "intermediate_size": 27648,
+        "num_hidden_layers": 64,
+        "num_attention_heads": 40,
+        "num_key_value_heads": 8,
+    },
     "Llama-3.1-8B": {
         "model_type": "llama",
         "vocab_size": 128256,

@@ -75,6 +75,9 @@ def parser() -> argparse.ArgumentParser:
     plan.add_argument(
         "--iteration-s", type=float, default=60.0, help="seconds in which the sandbox serves an iteration's calls"
     )
+    plan.add_argument(
+        "--layers", type=count, nargs=2, default=(), help="compile the engine at two depths, sooner, and count on from these"
+    )
     plan.add_argument("--json", action="store_true")
     add_serve(commands.add_parser("serve", help="answers programs that speak OpenAI's or Anthropic's API"))
     view = commands.add_parser("view", help="writes report.html of a run, or serves a page that follows it")

@@ -21,6 +21,7 @@ _CALLED = re.compile(r"\b(body|condition|calls|to_apply|called_computations|bran
 _ARRAY = re.compile(r"\b([a-z]+\d*\w*)\[([\d,]*)\]")
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+_CONSTANT = re.compile(r"^\s+%?([\w.\-]+) = [su]\d+\[\]\S* constant\((\d+)\)")
 _CHAIN = re.compile(r'chain_id="(\d+)"')
 _COST = re.compile(r'"bytes_accessed":"?(\d+)')
 _ALIASES = re.compile(r'"aliasing_operands":\{"lists":\[(.*?\})\]\}')
@@ -84,6 +85,16 @@ def summary(found: Iterable[Collective], smallest_bytes: int = 0) -> str:
     return ", ".join(parts) or "none"
 
 
+def totals(found: Iterable[Collective]) -> dict[str, dict[str, int]]:
+    """How often a device runs collectives of each kind while the program runs once, loops included, and of how many bytes."""
+    counted: dict[str, dict[str, int]] = {}
+    for one in found:
+        of_kind = counted.setdefault(one.kind, {"runs": 0, "bytes": 0})
+        of_kind["runs"] += one.runs
+        of_kind["bytes"] += one.runs * one.size_bytes
+    return dict(sorted(counted.items()))
+
+
 def _computations(text: str) -> Iterator[tuple[str, list[str]]]:
     name, lines = "", list[str]()
     for line in text.splitlines():
@@ -104,11 +115,26 @@ def _loops(computations: dict[str, list[str]]) -> dict[str, tuple[str, str, int]
             for how, callees in _CALLED.findall(line):
                 for callee in re.findall(r"[\w.\-]+", callees):
                     if callee in computations and callee not in loops:
-                        op_name, trips = _OP_NAME.search(line), _TRIPS.search(line)
-                        runs = loops[name][2] * (int(trips[1]) if trips else 1)
+                        op_name, runs = _OP_NAME.search(line), loops[name][2] * (_trips(line, computations) or 1)
                         loops[callee] = (op_name[1] if op_name else callee, callee, runs) if how == "body" else loops[name]
                         ahead.append(callee)
     return loops
+
+
+def _trips(line: str, computations: dict[str, list[str]]) -> int:
+    """How often a loop runs; 0 where that is not known before it runs.
+
+    For GPUs the compiler says so. For TPUs its condition does, which compares a counter with a constant: JAX counts from 0.
+    """
+    if said := _TRIPS.search(line):
+        return int(said[1])
+    condition = computations.get(_called(line).get("condition", [""])[0], [])
+    last = next((i for one in condition if "ROOT" in one and (i := _INSTRUCTION.match(one))), None)
+    if not last or last[3] != "compare" or "direction=LT" not in last[4]:
+        return 0
+    bound = _names(last[4])[-1]
+    constants = (_CONSTANT.match(one) for one in condition)
+    return next((int(found[2]) for found in constants if found and found[1] == bound), 0)
 
 
 def _collective(computation: str, line: str, lines: list[str], loop: tuple[str, str, int]) -> Collective | None:
@@ -183,7 +209,7 @@ def _total(computations: dict[str, list[str]], trips: int, of_one: Callable[[str
         if opcode in _FREE or opcode.endswith("-done"):
             return 0
         if opcode == "while":
-            return (int(runs[1]) if (runs := _TRIPS.search(line)) else trips) * of(_called(line)["body"][0])
+            return (_trips(line, computations) or trips) * of(_called(line)["body"][0])
         if opcode == "conditional":
             return min(of(name) for name in _called(line).get("branch_computations", _BRANCH.findall(line)))
         return of(_called(line)["to_apply"][0]) if opcode == "call" else of_one(line, result, opcode)

@@ -45,7 +45,7 @@ from jaxagent.rewards.shaping import Shaping
 from jaxagent.rollout import RolloutOptions, Rollouts
 from jaxagent.selection import SEARCHES, FinetuneOptions
 from jaxagent.selves import Selves
-from jaxagent.sharding import AXES, DeviceMesh
+from jaxagent.sharding import AXES, CUT_FOR_STORAGE, DeviceMesh
 from jaxagent.supervised import warmup_optimizer
 from jaxagent.types import Sampling
 from sandbox_client import (
@@ -321,7 +321,9 @@ def build(config: ConfigDict, log: Path | None = None, *, with_critic: bool = Tr
         by_program = getattr(world, "runs_program", False)
         vocabulary = template.vocabulary() if by_program else None  # programs may ask for stop strings
         places = [place for place in mesh.replicas() if is_here(place)]
-        spread = spread_weights(decoder, engine_options.dtype, mesh, places) if hosts.count > 1 else None
+        narrow = published_dtype(decoder, engine_options.dtype) not in (None, jnp.float32)
+        together = hosts.count > 1 or (narrow and puts_together(mesh, 1))  # cast before they travel, which is half the way
+        spread = spread_weights(decoder, engine_options.dtype, mesh, places) if together else None
         engines = Replicas([Engine(decoder, engine_options, place, vocabulary) for place in places], spread)
         undo.callback(engines.close)
         limits = Limits(**config.agent)
@@ -357,12 +359,22 @@ def check_hosts(config: ConfigDict, algorithm: Algorithm, world: envs.World, mes
         )
 
 
+def puts_together(mesh: DeviceMesh, hosts: int) -> bool:
+    """Whether published weights are other arrays than the learner's: of several hosts, or cut for storage by the mesh."""
+    return hosts > 1 or any(mesh.parts(axis) > 1 for axis in (*CUT_FOR_STORAGE, "experts"))
+
+
+def published_dtype(decoder: DecoderConfig, dtype: str) -> jnp.dtype | None:
+    """What weights are cast to before they travel to the engines; None for adapters, which are merged there in their own."""
+    return None if decoder.lora else jnp.dtype(dtype)
+
+
 def spread_weights(
     decoder: DecoderConfig, dtype: str, mesh: DeviceMesh, places: Sequence[DeviceMesh]
 ) -> Callable[[Params], Sequence[Params]]:
     """How published weights come to this host's engines. Adapters are merged there, in the precision that they have here."""
     axes = logical_axes(nnx.eval_shape(lambda: Decoder(decoder, nnx.Rngs(0))))
-    return spread_fn(mesh, axes, None if decoder.lora else jnp.dtype(dtype), places)
+    return spread_fn(mesh, axes, published_dtype(decoder, dtype), places)
 
 
 def learning(config: ConfigDict) -> Learning:
@@ -444,17 +456,24 @@ def policy_shape(config: ConfigDict) -> tuple[Template, DecoderConfig]:
     Raises ValueError for a checkpoint of `init_from` that is missing, not supported, or does not fit its tokenizer, and for
     adapters that do not fit it.
     """
+    decoder = decoder_of(config)  # its complaint about a missing checkpoint comes before the tokenizer's
     if not config.init_from:
-        template = template_of("")
-        lora = lora_spec(**config.lora)
-        return template, DecoderConfig(vocab_size=template.vocab_size, qk_norm=True, lora=lora, **config.model)
-    decoder = peft.read_config(config.init_from)  # its complaint about a missing checkpoint comes before the tokenizer's
+        return template_of(""), decoder
     template = template_of(peft.base_of(config.init_from), ChatOptions(**config.chat))
     if template.vocab_size > decoder.vocab_size:
         raise ValueError(
             f"{config.init_from}: the tokenizer has {template.vocab_size} ids, the model's vocabulary only "
             f"{decoder.vocab_size}: they do not belong together"
         )
+    return template, decoder
+
+
+def decoder_of(config: ConfigDict) -> DecoderConfig:
+    """The sizes of the policy to start from, for which the config.json of `init_from` is enough; raises as `policy_shape`."""
+    if not config.init_from:
+        vocabulary = template_of("").vocab_size
+        return DecoderConfig(vocab_size=vocabulary, qk_norm=True, lora=lora_spec(**config.lora), **config.model)
+    decoder = peft.read_config(config.init_from)
     lora, there = lora_spec(**config.lora, experts=bool(decoder.experts)), decoder.lora
     if lora and there and lora != there:
         raise ValueError(
@@ -462,7 +481,7 @@ def policy_shape(config: ConfigDict) -> tuple[Template, DecoderConfig]:
             f"{','.join(there.targets)}, the config's lora has {lora.rank}, {lora.alpha} and {','.join(lora.targets)}: set "
             "them alike to train these adapters on, or lora.rank=0 to merge them into their base and train that"
         )
-    return template, replace(decoder, lora=lora)
+    return replace(decoder, lora=lora)
 
 
 def start_weights(config: ConfigDict, decoder: DecoderConfig, mesh: DeviceMesh) -> Params:

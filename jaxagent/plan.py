@@ -1,7 +1,7 @@
 """What a run would be, before anything runs: meshes, bytes per device, programs, an iteration's work; and whether it fits.
 
-Shapes tell the weights, moments, sums, copies and caches exactly. What a program needs beside them while it runs is estimated,
-by `gradient_temporaries` and its neighbours; with a topology the real programs are compiled for it, and the compiler says.
+Shapes tell the weights, moments, sums, copies and caches exactly. What a program needs beside them while it runs is estimated
+(estimates.py); with a topology the real programs are compiled for it, and the compiler says.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ import json
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -19,13 +20,15 @@ from ml_collections import ConfigDict
 
 from jaxagent import config as configs
 from jaxagent.algos.table import Algorithm, choose
-from jaxagent.compiled import collectives, summary
+from jaxagent.compiled import collectives, summary, totals
 from jaxagent.engine.engine import EngineOptions, used_lengths
 from jaxagent.envs import env as envs
+from jaxagent.estimates import append_temporaries, decode_temporaries, gradient_temporaries, update_temporaries, width_bytes
+from jaxagent.hosts import Hosts, check_mesh
 from jaxagent.learner import Learner, LearnerOptions
 from jaxagent.models.transformer import Decoder, DecoderConfig, params_of
 from jaxagent.objective import ProcessObjective
-from jaxagent.parts import faults, policy_shape, use_devices
+from jaxagent.parts import decoder_of, faults, published_dtype, puts_together, use_devices
 from jaxagent.rollout import RolloutOptions
 from jaxagent.sharding import AXES, DeviceMesh
 from jaxagent.topology import (
@@ -45,8 +48,14 @@ GIB = 2**30
 SESSION_CPU_S, CALL_CPU_S, PROGRAM_CPU_S = 0.00454, 0.00060, 0.00100
 
 
-def plan(config: str, overrides: Sequence[str], topology: str, *, as_json: bool, iteration_s: float) -> int:
-    """The command `jaxagent plan`. Raises ValueError, after it has told the rest, where the run does not fit."""
+def plan(
+    config: str, overrides: Sequence[str], topology: str, *, as_json: bool, iteration_s: float, layers: Sequence[int] = ()
+) -> int:
+    """The command `jaxagent plan`. Raises ValueError, after it has told the rest, where the run does not fit.
+
+    Args:
+        layers: two depths from which the engine's programs are counted, as in `measures`.
+    """
     tree, found = configs.load(config, overrides)
     if found:
         raise configs.ConfigError([*found, *faults(tree)])
@@ -56,7 +65,7 @@ def plan(config: str, overrides: Sequence[str], topology: str, *, as_json: bool,
     told = forecast(run, iteration_s)
     if topology:
         with uncached():
-            told["compiled"] = compiled(run, told)
+            told["compiled"] = compiled(run, told, layers)
     print(json.dumps(told, indent=2) if as_json else "\n".join(lines(told)), flush=True)
     if refusal := does_not_fit(told):
         raise ValueError(refusal)
@@ -74,7 +83,7 @@ class Shapes:
         self.devices = devices_of(topology) if topology else jax.devices()
         self.world = envs.find(config.env.name)(**config.env.options)
         self.algorithm: Algorithm = choose(**config.algo)
-        self.decoder: DecoderConfig = policy_shape(config)[1]
+        self.decoder: DecoderConfig = decoder_of(config)
         self.mesh = DeviceMesh.build(**{axis: config.mesh[axis] for axis in AXES}, devices=self.devices)
         self.replicas = list(self.mesh.replicas())
         options = LearnerOptions(**config.learner, temperature=config.sampling.temperature)
@@ -86,7 +95,12 @@ class Shapes:
         critic = mode == "rest_mcts" or (self.algorithm.has_critic and not mode)
         self.critic = self._learner(of, own, ProcessObjective(self.algorithm) if process else None) if critic else None
         self.engine_options = EngineOptions(**config.engine, record_routing=config.learner.replay_routing)
-        self.engine = EngineShapes(self.decoder, self.engine_options, self.replicas[0], self.learner.params)
+        hosts = len({device.process_index for device in self.devices})
+        check_mesh(self.mesh, Hosts(0, hosts))
+        self.together, given = puts_together(self.mesh, hosts), self.learner.params
+        if self.together and (dtype := published_dtype(self.decoder, self.engine_options.dtype)):
+            given = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype), given)
+        self.engine = EngineShapes(self.decoder, self.engine_options, self.replicas[0], given)
         self.chip, self.chip_name, self.limit_bytes = chip_of(self.devices[0], topology, len(self.devices))
 
     def _learner(self, decoder: DecoderConfig, options: LearnerOptions, objective: ProcessObjective | None = None) -> Learner:
@@ -118,9 +132,9 @@ def forecast(run: Shapes, iteration_s: float) -> dict[str, Any]:
     temporaries = {
         "gradient": gradient_temporaries(run.learner),
         "update": update_temporaries(run.learner),
-        "publish": size_bytes(run.engine.given) + size_bytes(run.engine.weights),
-        "append": append_temporaries(run),
-        "decode": decode_temporaries(run),
+        "publish": size_bytes(run.engine.given) if run.together else 0,
+        "append": append_temporaries(run.engine),
+        "decode": decode_temporaries(run.engine),
     }
     return {
         "chip": run.chip_name,
@@ -166,6 +180,8 @@ def held_bytes(run: Shapes) -> dict[str, int]:
 def peaks(held: dict[str, int], temporaries: dict[str, int], *, streamed: bool = False, ahead: bool = False) -> dict[str, int]:
     """The most that a device holds in each phase: all that stays, with what the phase adds.
 
+    Weights are published in place of the sampler's copy: what they are made of is added, where that is not the learner's own.
+
     Args:
         streamed: gradients are summed between calls of the engines, so that the sum is there while they sample.
         ahead: the engines sample for later steps while gradients are computed.
@@ -180,95 +196,6 @@ def peaks(held: dict[str, int], temporaries: dict[str, int], *, streamed: bool =
         "publish": always + temporaries["publish"],
         "sampling": (everything if streamed else always) + sampling,
     }
-
-
-@dataclass(frozen=True)
-class _Sizes:
-    """A learner's sizes on one device. Letters as in docs/HOUSE.md, section 6, after the mesh has cut them."""
-
-    tokens: int  # of a micro-batch
-    rows: int
-    row_tokens: int
-    D: int
-    F: int
-    N: int
-    K: int
-    H: int
-    L: int
-    V: int
-    width_bytes: int  # of a number of the pass
-
-    @classmethod
-    def of(cls, learner: Learner) -> _Sizes:
-        c, o, mesh = learner.config, learner.options, learner.mesh
-        tensor = mesh.size["tensor"]
-        rows, row_tokens = o.batch_rows // mesh.parts("rows"), o.row_tokens // mesh.parts("length")
-        ffn = c.ffn_width * max(1, c.experts_per_token)
-        sizes = c.width, ffn // tensor, c.heads // tensor, max(1, c.kv_heads // tensor), c.head_width, c.layers
-        return cls(rows * row_tokens, rows, row_tokens, *sizes, c.vocab_size // tensor, _bytes(o.dtype))
-
-
-def _bytes(dtype: str) -> int:
-    return 2 if dtype == "bfloat16" else 4
-
-
-def gradient_temporaries(learner: Learner) -> int:
-    """Bytes that the gradient of a micro-batch needs beside its arguments, estimated.
-
-    They are a gradient as large as the trained weights; a copy of all weights in the pass's precision where that is not
-    float32; what each layer keeps for its backward pass; the work of one layer, its weights put together; and of a chunk of
-    the head. How many of each exist at once is fitted to XLA's own count for two models on a CPU (docs/BENCHMARKS.md).
-    """
-    s, o = _Sizes.of(learner), learner.options
-    kept = {
-        "none": 12 * s.D + 4 * s.F + 3 * s.N * s.H + 4 * s.K * s.H,
-        "dots": 3 * s.D + 2 * s.F + s.N * s.H + 2 * s.K * s.H,
-        "attention": s.D + s.N * s.H,
-        "full": s.D,
-    }[o.remat]
-    square = learner.attention.name == "xla" and s.row_tokens == o.row_tokens <= 4096
-    scores = (3 if o.remat == "full" else 2) * s.rows * s.N * s.row_tokens**2 * 4 if square else 0
-    layer = s.tokens * (2 * s.F + 2 * s.D) * s.width_bytes
-    head = 2 * min(o.head_chunk, s.tokens) * s.V * 4
-    weights = size_bytes(learner.trained)
-    narrowed = size_bytes(learner.params) // 2 if o.dtype == "bfloat16" else 0
-    gathered = 0
-    if learner.mesh.size["fsdp"] * learner.mesh.size["expert"] > 1:
-        each = sum(x.size for x in jax.tree.leaves(learner.params["blocks"])) / (s.L * learner.mesh.size["tensor"])
-        each /= learner.mesh.size["expert"] if learner.config.experts else 1
-        gathered = int(2 * each * s.width_bytes) + s.V * s.D * (s.width_bytes + 4)
-    return weights + narrowed + s.L * s.tokens * kept * s.width_bytes + scores + layer + head + gathered
-
-
-def update_temporaries(learner: Learner) -> int:
-    """Bytes of an update beside its arguments, estimated: on CPUs the gradient, the step and new weights, else fused."""
-    trained = size_bytes(learner.trained)
-    return 3 * trained if learner.mesh.platform == "cpu" else trained // 2
-
-
-def decode_temporaries(run: Shapes) -> int:
-    """Bytes of a decode call beside its arguments, estimated: logits, also of drafts, scores of what is read, what it copies.
-
-    A TPU copies slots for the loop in any case, with the width of heads, innermost in values, up to 128; nothing copies pages.
-    """
-    o, c, tensor, cache = run.engine_options, run.decoder, run.mesh.size["tensor"], size_bytes(run.engine.cache)
-    logits = 3 * o.slots * (1 + o.draft_tokens) * c.vocab_size // tensor * 4
-    read = o.chunk if o.exact or o.pages else o.slot_tokens + o.decode_tokens
-    scores = 2 * o.slots * max(1, c.heads // tensor) * read * 4
-    copied = 0 if o.exact or o.pages else cache
-    if run.mesh.platform == "tpu" and not o.pages:
-        copied = int(cache / 2 * (1 + math.ceil(c.head_width / 128) * 128 / c.head_width))
-    return logits + scores + copied
-
-
-def append_temporaries(run: Shapes) -> int:
-    """Bytes of the longest prefill beside its arguments, estimated: scores, gathered keys and values, and a layer's work."""
-    o, c, tensor = run.engine_options, run.decoder, run.mesh.size["tensor"]
-    tokens, width = o.append_rows * o.append_tokens[-1], _bytes(o.dtype)
-    scores = 2 * tokens * max(1, c.heads // tensor) * o.chunk * 4
-    gathered = 2 * o.append_rows * max(1, c.kv_heads // tensor) * c.head_width * o.chunk * width
-    work = tokens * (4 * c.width + 2 * c.ffn_width * max(1, c.experts_per_token) // tensor) * 4
-    return scores + gathered + work
 
 
 def programs(run: Shapes) -> dict[str, Any]:
@@ -335,22 +262,64 @@ def iteration(run: Shapes, iteration_s: float) -> dict[str, Any]:
 # ---------------------------------------------------------------------- what the compiler says
 
 
-def compiled(run: Shapes, told: dict[str, Any]) -> dict[str, Any]:
-    """The real programs: their true bytes per chip, their collectives, and the least time that the chip's sheet allows."""
-    lowered = {"gradient": "accumulate", "update": "apply"}
-    learner, engine = run.learner.lower(), run.engine.lower()
-    makers: dict[str, Callable[[], Any]] = {name: learner[program].compile for name, program in lowered.items()}
-    makers |= {name: program.compile for name, program in engine.items()}
-    found = {name: _measured(make) for name, make in makers.items()}
+def compiled(run: Shapes, told: dict[str, Any], layers: Sequence[int] = ()) -> dict[str, Any]:
+    """The real programs: their true bytes per chip, their collectives, and the least time that the chip's sheet allows.
+
+    Args:
+        layers: two depths from which the engine's programs are counted, as in `measures`.
+    """
+    return judged(run, told, {name: measure() for name, measure in measures(run, layers).items()})
+
+
+def measures(run: Shapes, layers: Sequence[int] = ()) -> dict[str, Callable[[], dict[str, Any]]]:
+    """For each of the largest programs a function that compiles it, and returns what it needs and moves.
+
+    Args:
+        layers: two depths. The learner's programs loop over layers and take as long to compile at any depth. The engine's hold
+            each layer by itself: compiled at two depths, they are continued to the model's in a straight line.
+    """
+    lowered = cache(run.learner.lower)
+    found: dict[str, Callable[[], dict[str, Any]]] = {
+        name: partial(_measured, lambda program=program: lowered()[program])
+        for name, program in (("gradient", "accumulate"), ("update", "apply"))
+    }
+    if not layers or run.decoder.layers <= max(layers):
+        return found | {name: partial(_measured, partial(run.engine.lower_one, name)) for name in run.engine.arguments()}
+    engines = [run.engine.shallow(depth) for depth in sorted(layers)]
+    return found | {name: partial(_continued, engines, name, run.decoder.layers) for name in run.engine.arguments()}
+
+
+def _continued(engines: list[EngineShapes], name: str, layers: int) -> dict[str, Any]:
+    """What a program needs with so many layers, by the straight line through two depths."""
+    low, high = (_measured(partial(engine.lower_one, name)) for engine in engines)
+    if "refused" in (low | high):
+        return high
+    first, second = (engine.config.layers for engine in engines)
+
+    def line(a: Any, b: Any) -> Any:
+        if isinstance(b, dict):
+            return {key: line(a.get(key, {"runs": 0, "bytes": 0}), b[key]) for key in b}
+        return a + (b - a) * (layers - first) / (second - first)
+
+    counted = ("argument_bytes", "temporary_bytes", "flop_with_loops_once", "bytes_with_loops_once", "linked_bytes")
+    found = {key: round(line(low[key], high[key])) for key in counted}
+    runs = jax.tree.map(round, line(low["runs"], high["runs"]))
+    said = ", ".join(f"{x['runs']} {kind} {x['bytes'] / 1e6:.1f} MB" for kind, x in runs.items()) or "none"
+    seconds = round(low["compile_cpu_s"] + high["compile_cpu_s"], 1)
+    return {**found, "collectives": said, "runs": runs, "compile_cpu_s": seconds, "from_layers": [first, second]}
+
+
+def judged(run: Shapes, told: dict[str, Any], found: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """What follows from what programs need: the most at once, and the least time of an iteration; some may be missing."""
     work = at_least(run)
     for name, one in found.items():
         if run.chip and "collectives" in one:
             one["flop_at_least"] = work[name]["flop"]
             one["at_least"] = roofline_s(run.chip, **work[name], linked_bytes=one["linked_bytes"])
-    temporaries = {name: one.get("temporary_bytes", one.get("needed_bytes", 0)) for name, one in found.items()}
-    temporaries["publish"] += size_bytes(run.engine.given) + size_bytes(run.engine.weights)  # what arrives, and what it becomes
+    temporaries = {name: one.get("temporary_bytes", 0) for name, one in found.items()}
+    temporaries["publish"] = temporaries.get("publish", 0) + told["temporary_bytes"]["publish"]
     told_iteration, seconds = told["iteration"], {}
-    if all("at_least" in one for one in found.values()):
+    if set(found) >= set(work) - {"verify"} and all("at_least" in one for one in found.values()):
         best = {name: max(one["at_least"].values()) for name, one in found.items()}
         calls = told_iteration["sampled_tokens"] / (
             len(run.replicas) * run.engine_options.slots * run.engine_options.decode_tokens
@@ -361,15 +330,15 @@ def compiled(run: Shapes, told: dict[str, Any]) -> dict[str, Any]:
             + best["update"] * told_iteration["optimizer_steps"],
             "publish_s": best["publish"],
         }
-    most = peaks(told["held_bytes"], temporaries, **run.overlap)
+    most = peaks(told["held_bytes"], told["temporary_bytes"] | temporaries, **run.overlap)
     return {"programs": found, "peak_bytes": most, "iteration_at_least": seconds}
 
 
-def _measured(make: Callable[[], Any]) -> dict[str, Any]:
+def _measured(lower: Callable[[], jax.stages.Lowered]) -> dict[str, Any]:
     """What a program needs and moves; of one that its chip cannot hold, what the compiler said."""
-    began = time.monotonic()
+    began = time.process_time()
     try:
-        program = make()
+        program: Any = lower().compile()
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
@@ -383,7 +352,8 @@ def _measured(make: Callable[[], Any]) -> dict[str, Any]:
         "bytes_with_loops_once": cost.get("bytes accessed", 0.0),
         "linked_bytes": linked_bytes(moved),
         "collectives": summary(moved, smallest_bytes=100_000),
-        "compile_s": round(time.monotonic() - began, 1),
+        "runs": totals(moved),
+        "compile_cpu_s": round(time.process_time() - began, 1),
     }
 
 
@@ -403,7 +373,7 @@ def at_least(run: Shapes) -> dict[str, dict[str, float]]:
     held, sampler, cache = size_bytes(run.learner.trained), size_bytes(run.engine.weights), size_bytes(run.engine.cache)
     fed = e.append_rows * e.append_tokens[-1]
     attended = 4 * c.layers * c.heads * c.head_width * e.slot_tokens / 2
-    one, passed = (2 * weights + attended) / tensor, 3 * weights / tensor * _bytes(o.dtype) + 2 * held
+    one, passed = (2 * weights + attended) / tensor, 3 * weights / tensor * width_bytes(o.dtype) + 2 * held
     return {
         "gradient": {"flop": passes * forward * tokens / chips, "moved_bytes": passed},
         "update": {"flop": 0.0, "moved_bytes": 7.0 * held},

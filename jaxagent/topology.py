@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -168,7 +168,7 @@ class EngineShapes:
 
     def __init__(self, config: DecoderConfig, options: EngineOptions, mesh: DeviceMesh, trained: Params):
         """Args: trained: the learner's weights, for their types; mesh: one replica, only its tensor axis is cut."""
-        self.options, self.mesh = options, mesh
+        self.config, self.options, self.mesh, self.trained = config, options, mesh, trained
         form = paged_attention(config.attention, mesh) if options.pages else None
         self.steps: Any = make_steps(
             config,
@@ -208,8 +208,25 @@ class EngineShapes:
 
     def lower(self) -> dict[str, jax.stages.Lowered]:
         """publish, append of the longest length, decode and verify of all slots with all their positions."""
+        return {name: self.lower_one(name) for name in self.arguments()}
+
+    def lower_one(self, name: str) -> jax.stages.Lowered:
+        """One of them."""
         with kernels_for(self.mesh):
-            return {name: getattr(self.steps, name).lower(*given) for name, given in self.arguments().items()}
+            lowered: jax.stages.Lowered = getattr(self.steps, name).lower(*self.arguments()[name])
+            return lowered
+
+    def shallow(self, layers: int) -> EngineShapes:
+        """The same with fewer layers, all alike: its programs hold every layer by itself, and are compiled sooner.
+
+        Raises ValueError where layers differ.
+        """
+        if any(self.config.sliding) and not all(self.config.sliding):
+            raise ValueError("layers of two kinds cannot be counted from a few of them: compile all")
+        cut = lambda x: jax.ShapeDtypeStruct((layers, *x.shape[1:]), x.dtype)  # noqa: E731
+        trained = {**self.trained, "blocks": jax.tree.map(cut, self.trained["blocks"])}
+        config = replace(self.config, layers=layers, sliding=self.config.sliding[:layers])
+        return EngineShapes(config, self.options, self.mesh, trained)
 
     def arguments(self) -> dict[str, tuple[Any, ...]]:
         """What the engine calls its largest programs with."""

@@ -25,7 +25,7 @@ FLOORS = (
     "agent",
     "rollout serve endpoint",
     "feed search programs",
-    "topology parts evaluate policy supervised plan update",
+    "topology estimates parts evaluate policy supervised plan update",
     "train finetune replay",
     "__main__",
 )

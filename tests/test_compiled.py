@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jaxagent.compiled import collectives, kernels, moved_bytes, summary
+from jaxagent.compiled import collectives, kernels, moved_bytes, summary, totals
 
 TEXT = """HloModule jit_step
 
@@ -155,3 +155,21 @@ def test_a_loops_kernels_count_as_often_as_it_runs_and_of_alternatives_the_fewes
         kernels(text.replace("TRIPS", ""), trips=3) == 3 * 5
     )  # two fusions, a copy, a kernel, and the alternative that copies only
     assert kernels(text.replace("TRIPS", ', backend_config={"known_trip_count":{"n":"5"}}')) == 5 * 5
+
+
+def test_a_loop_whose_condition_counts_to_a_constant_runs_so_often() -> None:
+    """As the text for TPUs has it, where no trip count is written beside the loop."""
+    condition = """%condition.2 (carry: (s32[], bf16[16,8])) -> pred[] {
+  %constant.7 = s32[]{:T(128)} constant(28)
+  %carry = (s32[], bf16[16,8]{1,0}) parameter(0)
+  %at = s32[]{:T(128)} get-tuple-element(%carry), index=0
+  ROOT %less = pred[]{:T(512)} compare(%at, %constant.7), direction=LT, metadata={op_name="step/layers/while/cond/lt"}
+}"""
+    unknown = """%condition.2 (carry: (s32[], bf16[16,8])) -> pred[] {
+  ROOT %less = pred[] constant(true)
+}"""
+    assert unknown in TEXT
+    assert totals(collectives(TEXT))["all-gather"] == {"runs": 1, "bytes": 1024}
+    counted = totals(collectives(TEXT.replace(unknown, condition)))
+    assert counted["all-gather"] == {"runs": 28, "bytes": 28 * 1024}
+    assert counted["all-reduce"] == {"runs": 1, "bytes": 40}  # outside of it

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shlex
@@ -18,6 +19,7 @@ import pytest
 import yaml
 
 from jaxagent.__main__ import parser
+from jaxagent.config import load
 
 HERE = Path(__file__).parents[1] / "launch"
 SCRIPTS = sorted(HERE.glob("*.sh"))
@@ -202,8 +204,13 @@ def test_the_jobset_has_the_shape_of_its_kind_and_its_pods_find_each_other() -> 
     assert told["JAX_PROCESS_ID"]["valueFrom"]["fieldRef"]["fieldPath"].endswith("job-completion-index']")
     assert job["completionMode"] == "Indexed" and container["resources"]["limits"] == container["resources"]["requests"]
     assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
-    options = vars(parser().parse_args([*container["command"][1:], *container["args"]]))
+    changes = [word for word in container["args"] if word.startswith("--config.")]
+    options = vars(parser().parse_args([*container["command"][1:], *(w for w in container["args"] if w not in changes)]))
     assert options["workdir"].startswith(container["volumeMounts"][0]["mountPath"])
+    config, faults = load(str(HERE.parent / options["config"]), [word.removeprefix("--config.") for word in changes])
+    chips = math.prod(map(int, pod["nodeSelector"]["cloud.google.com/gke-tpu-topology"].split("x")))
+    assert not faults and chips == job["completions"] * container["resources"]["limits"]["google.com/tpu"]
+    assert not config.learner.batch_rows % chips  # else no mesh of these chips takes the rows
 
 
 def test_the_job_within_is_valid_to_kubernetes_own_schema() -> None:

@@ -7,7 +7,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import pytest
+import tiny
+from flax import nnx
 from ml_collections import ConfigDict
 from scripted import ScriptedSampler
 from test_rollout import PLAIN, SAMPLING, drawing, facts, many_tasks, rows_of
@@ -15,7 +19,8 @@ from test_rollout import PLAIN, SAMPLING, drawing, facts, many_tasks, rows_of
 from jaxagent.agent import Agent, Limits
 from jaxagent.config import load
 from jaxagent.envs.chain import Chain
-from jaxagent.parts import Sandbox, build
+from jaxagent.models.transformer import Decoder, logical_axes
+from jaxagent.parts import Sandbox, build, puts_together, spread_weights
 from jaxagent.rollout import RolloutOptions, Rollouts
 from sandbox_client import EmbeddedServer
 
@@ -138,3 +143,16 @@ def test_what_cannot_be_done_with_several_players_is_refused_before_anything_is_
     spec = str(Path(__file__).parents[1] / "configs" / "kuhn.py")
     with pytest.raises(ValueError, match=said):
         build(load(spec, overrides)[0])
+
+
+def test_weights_that_a_mesh_cuts_for_storage_are_cast_before_they_travel_to_the_engines() -> None:
+    mesh, decoder = tiny.mesh(fsdp=2), tiny.config(layers=1)
+    axes, params = logical_axes(nnx.eval_shape(lambda: Decoder(decoder, nnx.Rngs(0)))), tiny.params(decoder)
+    places = list(mesh.replicas())
+    cut = jax.tree.map(jax.device_put, params, mesh.shardings(axes, params))
+    each = spread_weights(decoder, "bfloat16", mesh, places)(cut)
+    for own, place in zip(each, places, strict=True):
+        assert {leaf.devices() == set(place.mesh.devices.flat) for leaf in jax.tree.leaves(own)} == {True}
+        assert jax.tree.all(jax.tree.map(lambda new, w: bool((new == w.astype(jnp.bfloat16)).all()), own, params))
+        assert {leaf.dtype.name for leaf in jax.tree.leaves(own)} == {"bfloat16"}
+    assert puts_together(mesh, 1) and not puts_together(tiny.mesh(data=2), 1) and puts_together(tiny.mesh(tensor=2), 2)

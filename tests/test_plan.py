@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,8 @@ from ml_collections import ConfigDict
 from jaxagent import config as configs
 from jaxagent.__main__ import main as command
 from jaxagent.compiled import Collective, collectives
-from jaxagent.plan import Shapes, compiled, does_not_fit, forecast, held_bytes, iteration, lines, peaks
-from jaxagent.topology import CHIPS, linked_bytes, roofline_s, uncached
+from jaxagent.plan import Shapes, compiled, does_not_fit, forecast, held_bytes, iteration, lines, measures, peaks
+from jaxagent.topology import CHIPS, EngineShapes, linked_bytes, roofline_s, size_bytes, uncached
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 SPEC = f"{CONFIGS / 'quickstart.py'}:runlocal"
@@ -93,6 +94,36 @@ def test_the_peak_is_of_what_stays_and_what_a_phase_adds() -> None:
     assert peaks(held, temporaries) == {"gradient": 19, "update": 29, "publish": 36, "sampling": 13}
     assert peaks(held, temporaries, streamed=True)["sampling"] == 16
     assert peaks(held, temporaries, ahead=True) == {"gradient": 26, "update": 36, "publish": 36, "sampling": 13}
+
+
+def test_the_config_json_of_a_checkpoint_is_enough(tmp_path: Path) -> None:
+    sizes = {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2", "num_key_value_heads": 2, **sizes}))
+    tree, faults = configs.load(f"{CONFIGS / 'questions.py'}:runlocal", [f"init_from={tmp_path}", "mesh.data=1"])
+    assert faults == []
+    qkv = 64 * 64 + 2 * 64 * 32 + 64 + 2 * 32
+    layer = qkv + 64 * 64 + 3 * 64 * 96 + 2 * 64
+    assert forecast(Shapes(tree), 60.0)["weights"] == 2 * 320 * 64 + 64 + 2 * layer
+
+
+def test_programs_of_the_engine_are_counted_on_from_two_depths() -> None:
+    """What is continued in a straight line is what the compiler says of all layers."""
+    run = Shapes(configured("mesh.data=1", "model.layers=4"))
+    told, whole = measures(run, (1, 2))["publish"](), measures(run)["publish"]()
+    assert told["from_layers"] == [1, 2] and "from_layers" not in whole
+    assert told["argument_bytes"] == whole["argument_bytes"]
+    assert told["runs"] == whole["runs"] == {}
+    assert 0.7 < told["temporary_bytes"] / whole["temporary_bytes"] < 1.3  # of layers that small, how they are packed shows
+    with pytest.raises(ValueError, match="layers of two kinds"):
+        replaced = replace(run.decoder, sliding=(True, False, True, False), window=4)
+        EngineShapes(replaced, run.engine_options, run.replicas[0], run.learner.params).shallow(2)
+
+
+def test_published_weights_are_counted_where_they_are_other_arrays_than_the_learners() -> None:
+    cut = Shapes(configured("mesh.data=1", "engine.dtype=bfloat16"))  # fsdp 2 puts them together, in bf16
+    assert forecast(cut, 60.0)["temporary_bytes"]["publish"] == size_bytes(cut.engine.weights)
+    alone = Shapes(configured("mesh.data=1", "mesh.fsdp=1", "engine.dtype=bfloat16"))
+    assert forecast(alone, 60.0)["temporary_bytes"]["publish"] == 0
 
 
 def test_a_process_reward_model_is_a_critic_and_continuations_and_rounds_are_counted() -> None:

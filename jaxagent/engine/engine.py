@@ -441,7 +441,7 @@ class Engine:
             tell(loop, future.cancel)
 
     def _publish(self, params: Params, version: int) -> None:
-        here = jax.device_put(params, self._shardings)
+        here, self._params = jax.device_put(params, self._shardings), None  # nothing runs: the old copy can go first
         self._params = jax.block_until_ready(self._steps.publish(here))
         self._version = version
         if self.options.recompute:
