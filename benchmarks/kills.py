@@ -132,10 +132,10 @@ def phase(here: set[tuple[str, str]], saving: bool, calls: int) -> str:
 class Killer(threading.Thread):
     """Kills its process at a step and in a phase, and writes down what it was doing."""
 
-    def __init__(self, number: int, step: int, target: str, log: Path):
+    def __init__(self, number: int, step: int, target: str, log: Path, seed: int):
         super().__init__(name="killer", daemon=True)
         self.number, self.step, self.target, self.log = number, step, target, log
-        self.luck, self.main = random.Random(number), threading.main_thread().ident
+        self.luck, self.main = random.Random(f"{seed}/{number}"), threading.main_thread().ident
 
     def look(self) -> tuple[str, int]:
         assert self.main
@@ -147,18 +147,20 @@ class Killer(threading.Thread):
     def run(self) -> None:
         if self.target == "start":
             self.work(START_S, "start")
-        later = LATER_S
+        later, since = LATER_S, sys.maxsize
         while True:
             name, step = self.look()
-            if self.target == "any" and step >= self.step and name != "start":
+            if name != "start" and step >= self.step:
+                since = min(since, step)
+            if self.target == "any" and since <= step:
                 self.work(ANY_S)
                 self.kill()
-            elif self.target == name and (step >= self.step or name == "start"):
+            elif self.target == name and (since <= step or name == "start"):
                 if name != "start":
                     time.sleep(self.luck.uniform(0.0, later))
                 later /= 2  # a short phase is hit when it is seen
                 self.kill(name)
-            elif step >= self.step + PATIENCE:
+            elif step >= since + PATIENCE:
                 self.kill()
             time.sleep(POLL_S)
 
@@ -204,13 +206,13 @@ def ended(pid: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def trained(config: ConfigDict, workdir: Path, killer: tuple[int, int, str, Path] | None = None) -> int:
-    if killer:
-        Killer(*killer).start()
+def trained(config: ConfigDict, workdir: Path, killer: Callable[[], Killer] | None = None) -> int:
+    if killer:  # made here: a thread made before the fork counts as one that has ended
+        killer().start()
     return train.main(config, workdir, Progress(sys.stdout))
 
 
-def planned(config: ConfigDict, kills: int, seed: int = 0) -> list[tuple[int, str]]:
+def planned(config: ConfigDict, kills: int, seed: int) -> list[tuple[int, str]]:
     """At which step, and in which phase, each kill comes."""
     luck, warm, steps = random.Random(seed), config.warmup.steps, config.train.steps
     early = kills // 10 if warm else 0
@@ -227,12 +229,12 @@ def logged(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def killed(config: ConfigDict, out: Path, kills: int) -> None:
+def killed(config: ConfigDict, out: Path, kills: int, seed: int) -> None:
     """The run that is killed, to its end."""
-    log, plan = out / "kills.jsonl", planned(config, kills)
+    log, plan = out / "kills.jsonl", planned(config, kills, seed)
     while True:
         number = len(logged(log))
-        killer = (number, *plan[number], log) if number < len(plan) else None
+        killer = partial(Killer, number, *plan[number], log, seed) if number < len(plan) else None
         code = ended(forked(partial(trained, config, out / "killed", killer), out / "killed.log"))
         if code == 0:
             return
@@ -321,6 +323,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0, help="of the draws where it is killed")
     parser.add_argument("--config", default=str(Path(__file__).parent.parent / "configs" / "quickstart.py"))
     asked, rest = parser.parse_known_args(arguments)
     overrides = [text.removeprefix("--config.") for text in rest if text.startswith("--config.")]
@@ -330,9 +333,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if found:
         raise configs.ConfigError(found)
     asked.out.mkdir(parents=True, exist_ok=True)
-    whole = forked(partial(trained, config, asked.out / "whole"), asked.out / "whole.log")
-    killed(config, asked.out, asked.kills)
-    if code := ended(whole):
+    over = (asked.out / "whole" / "report.html").exists()
+    whole = 0 if over else forked(partial(trained, config, asked.out / "whole"), asked.out / "whole.log")
+    killed(config, asked.out, asked.kills, asked.seed)
+    if whole and (code := ended(whole)):
         raise RuntimeError(f"the run that nothing disturbs ended with {code}: {asked.out / 'whole.log'} says why")
     return 0 if told(asked.out, config) else 1
 

@@ -33,8 +33,8 @@ def kills() -> Any:
 
 def test_a_hundred_kills_are_aimed_at_every_phase_at_least_five_times_and_spread_over_the_run(kills: Any) -> None:
     config = configs.load(str(ROOT / "configs" / "quickstart.py"), [])[0]
-    plan, warm, end = kills.planned(config, 100), config.warmup.steps, config.warmup.steps + config.train.steps
-    assert plan == kills.planned(config, 100) and len(plan) == 100
+    plan, warm, end = kills.planned(config, 100, 0), config.warmup.steps, config.warmup.steps + config.train.steps
+    assert plan == kills.planned(config, 100, 0) != kills.planned(config, 100, 1) and len(plan) == 100
     aimed = Counter(aim for _, aim in plan)
     assert all(aimed[name] >= 5 for name in (*kills.PHASES[:-1], "any"))
     steps = [step for step, _ in plan]
