@@ -18,7 +18,8 @@ what it sees is what the kill has hit. The phases:
 
 Compared at the end, bit for bit: the parameters and the optimizer's moments in the last checkpoint; every line of metrics.jsonl
 without what clocks say; tokens, log-probs, versions and rewards of all stored trajectories, and the multiset of (task, seed,
-rollout) that was trained on; eval.json. The same command goes on where it was stopped.
+rollout) that was trained on; eval.json. The same command goes on where it was stopped. A kill that is aimed waits four steps
+for its phase: save and evaluate as often, --config.checkpoint.every=4 --config.evaluate.every=4.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ POLL_S = 0.002
 LATER_S = 0.05  # a kill comes up to so much after its phase has begun
 ANY_S = 3.0  # CPU seconds: a kill that is not aimed comes up to so much after its step has begun
 START_S = 7.0  # CPU seconds that a start takes
-PATIENCE = 4  # steps that a kill waits for its phase
+PATIENCE = 4  # steps that a kill waits for its phase; then it comes as it is
 
 
 # ---------------------------------------------------------------------- what a process is doing
@@ -307,13 +308,13 @@ def differences(whole: Path, other: Path, step: int) -> dict[str, str]:
 def told(out: Path, config: ConfigDict) -> bool:
     """Prints what was hit and what differs; whether nothing does."""
     kills = logged(out / "kills.jsonl")
+    found = differences(out / "whole", out / "killed", config.warmup.steps + config.train.steps)
     hit = Counter(kill["phase"] for kill in kills)
     print(f"{len(kills)} kills; CPU seconds of the killed processes {sum(kill['cpu_s'] for kill in kills):.0f}\n")
     print("| killed in | " + " | ".join(PHASES) + " |")
     print("|---" * (len(PHASES) + 1) + "|")
     print("| kills | " + " | ".join(str(hit[name]) for name in PHASES) + " |\n")
     print("| compared with the run that was not killed | equal bit for bit |\n|---|---|")
-    found = differences(out / "whole", out / "killed", config.warmup.steps + config.train.steps)
     for what, difference in found.items():
         print(f"| {what} | {'no: ' + difference if difference else 'yes'} |")
     return not any(found.values())
