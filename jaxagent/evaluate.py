@@ -35,7 +35,6 @@ from jaxagent.types import Group, Sampling, Trajectory, by_rollout
 
 def evaluate(
     rollouts: Rollouts,
-    world: World,
     sampling: Sampling,
     *,
     split: str,
@@ -54,7 +53,7 @@ def evaluate(
         stop: whether this host is to stop. Raises Stopped, on all hosts, where one of them was: it gives up its episodes at
             once, the others when theirs are over.
     """
-    own = hosts.share(tasks_of(world, split, tasks))
+    own = hosts.share(tasks_of(rollouts.world, split, tasks))
     futures = rollouts.play(own, k, sampling, ablated=ablated)
     try:
         groups, stopped = [Group.of(name, wait(members, stop)) for (name, _), members in zip(own, futures, strict=True)], False

@@ -593,7 +593,7 @@ def score(run: Run, label: str, split: str, tasks: int, *, ablated: bool = False
     sampling = Sampling(**{**run.config.sampling, "temperature": c.temperature})
     with run.clock.part("eval"):
         how = {"split": split, "tasks": tasks, "k": c.rollouts, "ablated": ablated}
-        table, rows = evaluate(run.parts.rollouts, run.parts.world, sampling, **how, hosts=run.hosts, stop=lambda: run.stopping)
+        table, rows = evaluate(run.parts.rollouts, sampling, **how, hosts=run.hosts, stop=lambda: run.stopping)
     run.store.write(label, rows)
     run.parts.engines.take_stats()
     return table

@@ -139,7 +139,7 @@ def test_an_evaluation_is_given_up_by_all_hosts_where_one_is_to_stop() -> None:
         rollouts = Rollouts(world, Agent(PLAIN, world.tools, ScriptedSampler(PLAIN, write), Limits()), lambda: None, 0, options)
         try:
             how = {"split": "test", "tasks": 3, "hosts": hosts, "stop": lambda: hangs}
-            return f"{evaluate(rollouts, world, Sampling(max_tokens=20), **how)[0]['n']} tasks"
+            return f"{evaluate(rollouts, Sampling(max_tokens=20), **how)[0]['n']} tasks"
         except Stopped:
             return "stopped"
         finally:
