@@ -10,7 +10,7 @@ import json
 import math
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -29,13 +29,12 @@ from jaxagent.hosts import ALONE, Hosts
 from jaxagent.journal import Journal
 from jaxagent.models.frozen import digest
 from jaxagent.parts import Sandbox, build, restore_weights, use_devices
-from jaxagent.rollout import RolloutOptions, Rollouts, wait
+from jaxagent.rollout import RolloutOptions, Rollouts, Stopped, wait
 from jaxagent.types import Group, Sampling, Trajectory, by_rollout
 
 
 def evaluate(
     rollouts: Rollouts,
-    world: World,
     sampling: Sampling,
     *,
     split: str,
@@ -43,15 +42,25 @@ def evaluate(
     k: int = 1,
     ablated: bool = False,
     hosts: Hosts = ALONE,
+    stop: Callable[[], bool] | None = None,
 ) -> tuple[dict[str, Any], list[Trajectory]]:
     """Plays `k` episodes of each of the first `tasks` tasks of a split, or all it has; returns the table and the trajectories.
 
     Hosts play a share of the tasks each, and return the table of all with the trajectories of their own. The draws depend on
     the run's seed, the split and the task only, so two policies meet the same luck.
+
+    Args:
+        stop: whether this host is to stop. Raises Stopped, on all hosts, where one of them was: it gives up its episodes at
+            once, the others when theirs are over.
     """
-    own = hosts.share(tasks_of(world, split, tasks))
+    own = hosts.share(tasks_of(rollouts.world, split, tasks))
     futures = rollouts.play(own, k, sampling, ablated=ablated)
-    groups = [Group.of(name, wait(members)) for (name, _), members in zip(own, futures, strict=True)]
+    try:
+        groups, stopped = [Group.of(name, wait(members, stop)) for (name, _), members in zip(own, futures, strict=True)], False
+    except Stopped:
+        groups, stopped = [], True
+    if hosts.any(stopped):
+        raise Stopped
     everyone = hosts.together([[shortened(t) for t in group.trajectories] for group in groups]) if hosts.count > 1 else []
     told = [[Trajectory.from_json(t) for t in group] for group in everyone] or [group.trajectories for group in groups]
     return summarise(told, k), [row for group in groups for row in group.rows]

@@ -150,6 +150,7 @@ def tune(run: Run, given: Lesson | None) -> None:
     start = start_of(run) if c.finetune.mode in ("rest_em", "dpo") and run.step < first + c.train.steps else {}
     lesson, number = Lesson(), -1
     run.progress.start(c.finetune.mode, run.step - first)
+    train.pay_evaluation(run, show)
     while run.step < first + c.train.steps:
         step = run.step - first
         round_, within = divmod(step, per_round)
@@ -166,12 +167,9 @@ def tune(run: Run, given: Lesson | None) -> None:
         with run.clock.part("train"):
             values |= learn(run, lesson, round_, within, per_round)
         # How good it is on tasks that it never sees.
-        if c.evaluate.every and (step + 1) % c.evaluate.every == 0 and step + 1 < c.train.steps:
+        if train.due(run):
             parts.engines.publish(parts.learner.params, version=step + 1)
-            table = train.score(run, f"valid-{step + 1:06d}", "valid", c.evaluate.tasks)
-            values |= {"eval/success": table["success"], "eval/turns": table["turns"]}
-        show(run, step + 1, values)
-        run.done(values)
+        train.end_step(run, values, show)
     parts.engines.publish(parts.learner.params, version=c.train.steps)
 
 

@@ -13,6 +13,7 @@ import re
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -108,7 +109,12 @@ class Run(Course):
         sampling = Sampling(**config.sampling)
         self.feed = Feed(parts.world, tasks, parts.rollouts, sampling, options, self.hosts, self.journal)
         self.alarms = Alarms(**config.alarms, tools=bool(parts.world.tools))
-        self.stopping = False
+        self.stopping, self._told_s = False, 0.0
+        self.owed: dict[str, float] = {}  # what is known of the step that was saved while its evaluation was played
+
+    def stop(self) -> None:
+        """SIGTERM came."""
+        self.stopping, self._told_s = True, self._told_s or time.monotonic()
 
     def save(self) -> None:
         learner, critic = self.parts.learner, self.parts.critic
@@ -117,7 +123,7 @@ class Run(Course):
             "updates": learner.updates,
             "critic_updates": critic.updates if critic else 0,
         }
-        facts |= {"feed": self.feed.state(), "baselines": self.baselines, "results": self.results}
+        facts |= {"feed": self.feed.state(), "baselines": self.baselines, "results": self.results, "owed": self.owed}
         if self.process:
             facts["process"] = self.process.state()
         past = self.parts.selves.state() if self.parts.selves else {}
@@ -125,6 +131,10 @@ class Run(Course):
         with self.clock.part("checkpoint"):
             self.checkpoints.save(self.step, {**learner.state(), **self.critic_state(), **past}, facts)
         self.journal.rotate(self.feed.first)
+
+    def told_saved(self) -> None:
+        after = f" (saved {time.monotonic() - self._told_s:.1f} s after SIGTERM)" if self._told_s else ""  # another host's
+        self.progress.say(f"saved at step {self.step}; the same command resumes{after}")
 
     def record(self, name: str, table: dict[str, Any]) -> None:
         """Keeps an evaluation in eval.json, whole or not at all."""
@@ -205,23 +215,26 @@ def main(config: ConfigDict, workdir: str | Path, progress: Progress | None = No
 def story(run: Run, *chapters: Callable[[Run], None]) -> int:
     """The whole run from its chapters. SIGTERM ends it, saved.
 
-    It is heard at once, within a fraction of a second, while one process alone waits for rollouts of a step: its groups, their
-    continuations, a search. On several hosts, in evaluations, in warm-up and while programs are compiled it is heard when the
-    step, or the next one, is over. After the last step nobody hears it.
+    One process alone hears it within `rollout.STOP_POLL_S` while episodes are waited for: the groups of a step, their
+    continuations, a search, an evaluation. While it computes, it hears it at the end of that: of a step of the warm-up, of a
+    step's gradient, of what is compiled at the start. Of several hosts those that are told stop an evaluation so too, and the
+    others come along when their share of it is over; rollouts of a step are played to their end. After the last evaluation
+    nobody hears it.
     """
     previous = signal.getsignal(signal.SIGTERM)
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, lambda *_: setattr(run, "stopping", True))
+        signal.signal(signal.SIGTERM, lambda *_: run.stop())
     try:
         try:
             for chapter in chapters:
                 chapter(run)
             return EXIT_DONE
         except (Preempted, Stopped):
+            run.checkpoints.wait()
             if run.checkpoints.latest() != run.step:  # what this step has sampled is in the journal
                 run.save()
                 run.checkpoints.wait()
-            run.progress.say(f"saved at step {run.step}; the same command resumes")
+            run.told_saved()
             return EXIT_AGAIN
     except OSError as error:
         if error.errno not in UNWRITABLE:
@@ -289,8 +302,8 @@ def resume(run: Run) -> None:
         if run.parts.selves and facts["past"]:
             run.parts.selves.restore(run.checkpoints.trees(latest, run.parts.selves.like(facts["past"])))
         run.feed.restore(facts["feed"])
-        run.results = facts["results"]
-        run.progress.say(f"resumed at step {run.step}")
+        run.results, run.owed = facts["results"], facts.get("owed", {})
+        run.progress.say(f"resumed at step {run.step}" + ", whose evaluation is owed" * bool(run.owed))
     recall(run)
     episodes, turns = run.journal.begin(run.feed.first)
     if episodes or turns:
@@ -320,8 +333,9 @@ def restore(run: Course, at: int) -> dict[str, Any]:
 
 def recall(run: Run) -> None:
     """Takes up the metrics where the run is, and lets the alarms see what they saw."""
-    run.metrics.start(run.step + 1)
-    for record in (record for record in read(run.metrics.path) if record["step"] <= run.step):
+    told = run.step - bool(run.owed)
+    run.metrics.start(told + 1)
+    for record in (record for record in read(run.metrics.path) if record["step"] <= told):
         run.alarms.look(record)
 
 
@@ -354,13 +368,10 @@ def warm_up(run: Run) -> None:
         while run.step < c.warmup.steps:
             with run.clock.part("sft"):
                 metrics = supervised.supervise(parts.learner, rows, c.warmup.batch, (c.seed, run.step), run.hosts)
-            if run.step + 1 == c.warmup.steps:
-                parts.engines.publish(parts.learner.params, version=0)
-                before(run)
             run.progress.step(run.step + 1, c.warmup.steps, {"nll": f"{metrics['sft/nll']:.3f}"})
             run.done(metrics)
-        begin_training(run)
-    elif not run.results:
+        parts.engines.publish(parts.learner.params, version=0)
+    if not run.results:  # stopped in it, the run is saved as one that has warmed up, and comes back to here
         before(run)
         begin_training(run)
 
@@ -381,6 +392,7 @@ def train(run: Run) -> None:
     c, parts = run.config, run.parts
     first = c.warmup.steps
     run.progress.start("step", run.step - first)
+    pay_evaluation(run, show)
     while run.step < first + c.train.steps:
         step = run.step - first
         update = next_update(run, step, parts.sampling)
@@ -407,12 +419,40 @@ def train(run: Run) -> None:
             if parts.selves:
                 values["rollout/past_version"] = float(parts.selves.seated)
                 parts.selves.remember(step + 1)
-        if c.evaluate.every and (step + 1) % c.evaluate.every == 0 and step + 1 < c.train.steps:
-            table = score(run, f"valid-{step + 1:06d}", "valid", c.evaluate.tasks)
-            values |= {"eval/success": table["success"], "eval/turns": table["turns"]}
-            values |= {f"eval/success_{name.replace(' ', '_')}": s for name, s in table["by_difficulty"].items()}
-        show(run, step + 1, values)
-        run.done(values)
+        end_step(run, values, show)
+
+
+def due(run: Run) -> bool:
+    """Whether what the step that is under way has learnt is to be evaluated."""
+    c, step = run.config, run.step - run.config.warmup.steps + 1
+    return bool(c.evaluate.every) and step % c.evaluate.every == 0 and step < c.train.steps
+
+
+def end_step(run: Run, values: dict[str, float], show: Callable[[Run, int, dict[str, float]], None]) -> None:
+    """The end of a step whose weights the engines hold: how good they are on tasks that they never see, where that is due.
+
+    Stopped in the evaluation, the run is saved as one that has taken the step and owes this.
+    """
+    c, step = run.config, run.step - run.config.warmup.steps + 1
+    if due(run):
+        if run.parts.selves:  # by what is saved with this step, and not by what was there before it
+            run.parts.selves.sit(step)
+        try:
+            table = score(run, f"valid-{step:06d}", "valid", c.evaluate.tasks)
+        except Stopped:
+            run.owed, run.step = {**values, **run.clock.take()}, run.step + 1
+            raise
+        values = {**values, "eval/success": table["success"], "eval/turns": table["turns"]}
+        values |= {f"eval/success_{name.replace(' ', '_')}": s for name, s in table["by_difficulty"].items()}
+    show(run, step, values)
+    run.done(values)
+
+
+def pay_evaluation(run: Run, show: Callable[[Run, int, dict[str, float]], None]) -> None:
+    """Makes the evaluation that a stopped run owes, and with it the end of its step."""
+    if run.owed:
+        values, run.owed, run.step = run.owed, {}, run.step - 1
+        end_step(run, values, show)
 
 
 def next_update(course: Course, step: int, engines: Sequence[Replicas]) -> Update:
@@ -548,12 +588,12 @@ def show(run: Run, step: int, values: dict[str, float]) -> None:
 
 
 def score(run: Run, label: str, split: str, tasks: int, *, ablated: bool = False) -> dict[str, Any]:
-    """Evaluates the weights that the engines hold and stores the trajectories."""
+    """Evaluates the weights that the engines hold and stores the trajectories. Raises Stopped where the run is to stop."""
     c = run.config.evaluate
     sampling = Sampling(**{**run.config.sampling, "temperature": c.temperature})
     with run.clock.part("eval"):
         how = {"split": split, "tasks": tasks, "k": c.rollouts, "ablated": ablated}
-        table, rows = evaluate(run.parts.rollouts, run.parts.world, sampling, **how, hosts=run.hosts)
+        table, rows = evaluate(run.parts.rollouts, sampling, **how, hosts=run.hosts, stop=lambda: run.stopping)
     run.store.write(label, rows)
     run.parts.engines.take_stats()
     return table

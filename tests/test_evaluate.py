@@ -157,7 +157,7 @@ def test_an_evaluation_plays_the_first_tasks_of_its_split_the_same_every_time() 
     agent = Agent(PLAIN, (), ScriptedSampler(PLAIN, write), Limits(2, 100))
     rollouts = Rollouts(Parity(), agent, lambda: None, seed=5, options=RolloutOptions(attempts=1))
     try:
-        tables = [evaluate(rollouts, Parity(), Sampling(max_tokens=4), split="valid", tasks=8, k=3) for _ in range(2)]
+        tables = [evaluate(rollouts, Sampling(max_tokens=4), split="valid", tasks=8, k=3) for _ in range(2)]
     finally:
         rollouts.close()
     (table, rows), (again, _) = tables
