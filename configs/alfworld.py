@@ -31,7 +31,6 @@ def get_config(arg: str = "") -> ConfigDict:
     c.engine.pages = 4096  # of 128 tokens: sixty-four episodes of 8192 tokens, few of which come near 32768
     c.engine.exact = False
     c.engine.dtype = c.learner.dtype = "bfloat16"
-    c.learner.batch_rows = 1
     if arg != "runlocal":
         return c
     c = shortened(c, 4096)

@@ -50,7 +50,6 @@ def get_config(arg: str = "") -> ConfigDict:
     c.engine.slots = 64
     c.engine.exact = False
     c.engine.dtype = c.learner.dtype = "bfloat16"
-    c.learner.batch_rows = 1
     c.learner.remat = "full"
     c.feed.prompts, c.feed.rollouts = 512, 4
     c.train.steps = 105  # fifteen times 3,600 tasks

@@ -28,6 +28,5 @@ def get_config(arg: str = "") -> ConfigDict:
     c.engine.append_tokens = (64, 512)
     c.engine.exact = False
     c.engine.dtype = c.learner.dtype = "bfloat16"
-    c.learner.batch_rows = 1
     c.feed.prompts, c.feed.rollouts = 128, 16
     return c

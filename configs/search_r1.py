@@ -54,7 +54,6 @@ def get_config(arg: str = "") -> ConfigDict:
     c.engine.slots = 64
     c.engine.exact = False
     c.engine.dtype = c.learner.dtype = "bfloat16"
-    c.learner.batch_rows = 1
     c.learner.remat = "full"
     c.feed.prompts, c.feed.rollouts = 512, 5
     c.train.steps = 500

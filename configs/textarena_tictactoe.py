@@ -30,7 +30,6 @@ def get_config(arg: str = "") -> ConfigDict:
     c.engine.pages = 4096
     c.engine.exact = False
     c.engine.dtype = c.learner.dtype = "bfloat16"
-    c.learner.batch_rows = 1
     if arg == "runlocal":
         c.engine.pages = 0
     return shortened(c, 2048) if arg == "runlocal" else c

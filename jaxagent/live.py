@@ -26,6 +26,7 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from jaxagent import badcases, view
+from jaxagent.metrics import EVALUATIONS
 from jaxagent.types import Trajectory
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -115,7 +116,7 @@ class Index:
 
     def _figures(self) -> list[Path]:
         """What `run` reads."""
-        return [workdir / name for workdir in self.workdirs for name in ("metrics.jsonl", "eval.json")]
+        return [workdir / name for workdir in self.workdirs for name in ("metrics.jsonl", EVALUATIONS, "eval.json")]
 
     def episode(self, number: int) -> dict[str, Any]:
         """One episode whole, with the texts of its tokens. Raises IndexError where there is none."""

@@ -64,6 +64,25 @@ def read(path: Path) -> list[dict[str, Any]]:
     return records
 
 
+EVALUATIONS = "evaluations.jsonl"  # beside metrics.jsonl, of those who evaluate checkpoints while the run goes on
+
+
+def with_evaluations(workdir: Path) -> list[dict[str, Any]]:
+    """A run's metrics, with the evaluations that others made of its checkpoints at the steps that they are of.
+
+    What the run says itself of a step stands.
+    """
+    records = read(workdir / "metrics.jsonl")
+    made = {record["step"]: {n: v for n, v in record.items() if n.startswith("eval/")} for record in read(workdir / EVALUATIONS)}
+    return [{**made.get(record["step"], {}), **record} for record in records]
+
+
+def eval_metrics(table: dict[str, Any]) -> dict[str, float]:
+    """What curves show of an evaluation."""
+    levels = {f"eval/success_{name.replace(' ', '_')}": value for name, value in table["by_difficulty"].items()}
+    return {"eval/success": table["success"], "eval/turns": table["turns"], **levels}
+
+
 def peak_bytes() -> int:
     """The most memory that this process has held; 0 where the system does not tell."""
     if resource is None:

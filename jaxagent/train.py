@@ -29,7 +29,7 @@ from jaxagent.critic import CriticOptions, begin_again
 from jaxagent.data.store import Store, audit
 from jaxagent.echoes import Echoes, MetricsOptions
 from jaxagent.engine.replicas import Replicas
-from jaxagent.evaluate import evaluate
+from jaxagent.evaluate import evaluate, held_out, settings_of, want_alike
 from jaxagent.feed import Feed, FeedOptions, has_signal, stream_of
 from jaxagent.heap import give_back_freed_memory
 from jaxagent.hosts import ALONE, Hosts, here, join
@@ -550,10 +550,11 @@ def show(run: Run, step: int, values: dict[str, float]) -> None:
 def score(run: Run, label: str, split: str, tasks: int, *, ablated: bool = False) -> dict[str, Any]:
     """Evaluates the weights that the engines hold and stores the trajectories."""
     c = run.config.evaluate
-    sampling = Sampling(**{**run.config.sampling, "temperature": c.temperature})
+    sampling = held_out(run.config)
     with run.clock.part("eval"):
         how = {"split": split, "tasks": tasks, "k": c.rollouts, "ablated": ablated}
         table, rows = evaluate(run.parts.rollouts, run.parts.world, sampling, **how, hosts=run.hosts)
+    table["settings"] = {"policy": {"step": run.step}, **settings_of(run.config, sampling, **how)}
     run.store.write(label, rows)
     run.parts.engines.take_stats()
     return table
@@ -590,10 +591,11 @@ def finish(run: Run) -> None:
 
 
 def comparison(results: dict[str, Any]) -> tuple[str, list[str], list[list[str]]]:
-    """Title, header and rows of the table of evaluations."""
+    """Title, header and rows of the table of evaluations. Raises ValueError where they cannot be compared."""
     titles = {"before": "before", "after": "after", "ablated": "blind to tools"}
     names = [name for name in titles if name in results]
     tables = [results[name] for name in names]
+    want_alike({name: results[name] for name in names}, but=("policy", "ablated"))
     header = ["", *(titles[name] for name in names)]
     rows = [
         ["success", *(f"{t['success']:.3f}" for t in tables)],

@@ -113,7 +113,7 @@ def overview(workdir: Path, shelf: Shelf | None = None) -> dict[str, Any]:
     config = _config(workdir)
     shelf = shelf or shelf_of(workdir)
     tables = _tables(workdir)
-    records = metrics.read(workdir / "metrics.jsonl")
+    records = metrics.with_evaluations(workdir)
     return {
         "config": config,
         "finished": "after" in tables,
