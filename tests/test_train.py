@@ -40,6 +40,7 @@ from sandbox_client import EmbeddedServer
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 SPEC = f"{CONFIGS / 'maze.py'}:runlocal"
+PLAYED = ("function_calls", "maths", "search_r1")  # by a script in test_recipes.py; trained by `make learning`
 # Mazes in which a walk at random sometimes arrives, so that there is something to learn from; a warm-up long enough to make
 # tool calls; two replicas; saves before, at and after the end of the warm-up.
 TINY = (
@@ -351,8 +352,11 @@ def test_training_goes_on_from_an_exported_checkpoint(whole: Path, tmp_path: Pat
 
 @pytest.mark.parametrize(
     "path",
-    sorted(path for path in CONFIGS.glob("*.py") if path.stem not in ("base", "sft", "raft", "dpo")),
-    ids=lambda path: path.stem,
+    [
+        pytest.param(path, id=path.stem, marks=[pytest.mark.learning] * (path.stem in PLAYED))
+        for path in sorted(CONFIGS.glob("*.py"))
+        if path.stem not in ("base", "sft", "raft", "dpo")
+    ],
 )
 def test_every_config_runs_with_runlocal(path: Path, tmp_path: Path) -> None:
     config = configured("mesh.data=2", spec=f"{path}:runlocal", tiny=())
