@@ -6,12 +6,11 @@ The policy is a run's, or a model behind an endpoint that plays the same tasks i
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import math
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -58,21 +57,6 @@ def settings_of(
     size = {"split": split, "tasks": tasks, "rollouts": k, "ablated": ablated}
     drawn: dict[str, Any] = json.loads(json.dumps(asdict(sampling)))  # as it comes back from a file
     return {**size, "seed": config.seed, "sampling": drawn}
-
-
-def want_alike(tables: Mapping[str, Mapping[str, Any]], but: Sequence[str] = ("policy",)) -> None:
-    """Raises ValueError where tables that are to be compared say different settings, those in `but` aside.
-
-    A table that says none is of a run from before they were kept: nothing is known against it.
-    """
-    told = {name: table["settings"] for name, table in tables.items() if "settings" in table}
-    for (one, first), (other, second) in itertools.pairwise(told.items()):
-        for name in sorted({*first, *second}.difference(but)):
-            if first.get(name) != second.get(name):
-                raise ValueError(
-                    f"the evaluations {one} and {other} cannot be compared: {name} is {first.get(name)} in the one and "
-                    f"{second.get(name)} in the other; evaluate both alike, with jaxagent eval"
-                )
 
 
 def evaluate(

@@ -1,13 +1,12 @@
 """`jaxagent eval --follow`: evaluates the checkpoints of a run while it trains, in a process of its own.
 
-Training neither waits for it nor knows of it: what the two share are files. Every evaluation is of one version of the weights, a
-checkpoint, which is held by hard links until it is done, whatever training deletes meanwhile. It draws what the run's own
+Training neither waits for it nor knows of it: what the two share are files. Every evaluation is of one version of the weights,
+a checkpoint, which is held by hard links until it is done, whatever training deletes meanwhile. It draws what the run's own
 evaluations draw, so that in exact mode the table of a step is the one that training would have made there.
 
-Each leaves its episodes and its table in the run's `evals`, and a line in `evaluations.jsonl`, whose `step` is the checkpoint's on
-the one step axis of the run; what shows the run's metrics shows these beside them. A process that is stopped goes on with the
-episodes that it had.
-"""
+Each leaves its episodes and its table in the run's `evals`, and a line in `evaluations.jsonl`, whose `step` is the checkpoint's
+on the one step axis of the run; what shows the run's metrics shows these beside them. A process that is stopped goes on with
+the episodes that it had."""
 
 from __future__ import annotations
 
@@ -24,8 +23,8 @@ from typing import Any
 import jax
 from ml_collections import ConfigDict
 
-from jaxagent.evaluate import Asked, HeldOut, folder_of, held_out, kept, place_of, settings_of, want_alike
-from jaxagent.metrics import EVALUATIONS, eval_metrics, read
+from jaxagent.evaluate import Asked, HeldOut, folder_of, held_out, kept, place_of, settings_of
+from jaxagent.metrics import EVALUATIONS, eval_metrics, read, want_alike
 from jaxagent.models.frozen import digest
 from jaxagent.parts import build, restore_weights, use_devices
 from jaxagent.sharding import AXES, DeviceMesh
@@ -40,9 +39,9 @@ class Following:
 
     def __init__(self, workdir: Path, home: Path, settings: dict[str, Any], first: int, last: int):
         """Args:
-            home: where `evaluations.jsonl` and what is held are; the workdir, or another folder.
-            settings: of all these evaluations. Raises ValueError where the file has some of others.
-            first, last: the steps of the run from which on, and up to which, there is something to evaluate.
+        home: where `evaluations.jsonl` and what is held are; the workdir, or another folder.
+        settings: of all these evaluations. Raises ValueError where the file has some of others.
+        first, last: the steps of the run from which on, and up to which, there is something to evaluate.
         """
         self.checkpoints, self.home, self.path = workdir / "checkpoints", home, home / EVALUATIONS
         self.settings, self.first, self.last = settings, first, last

@@ -29,13 +29,13 @@ from jaxagent.critic import CriticOptions, begin_again
 from jaxagent.data.store import Store, audit
 from jaxagent.echoes import Echoes, MetricsOptions
 from jaxagent.engine.replicas import Replicas
-from jaxagent.evaluate import evaluate, held_out, settings_of, want_alike
+from jaxagent.evaluate import evaluate, held_out, settings_of
 from jaxagent.feed import Feed, FeedOptions, has_signal, stream_of
 from jaxagent.heap import give_back_freed_memory
 from jaxagent.hosts import ALONE, Hosts, here, join
 from jaxagent.journal import Journal
 from jaxagent.learner import OptimizerOptions
-from jaxagent.metrics import Clock, Mean, Metrics, peak_bytes, read
+from jaxagent.metrics import Clock, Mean, Metrics, peak_bytes, read, want_alike
 from jaxagent.parts import Learning, Parts, build, faults, shaping_within, use_devices
 from jaxagent.process import Process, read_labels
 from jaxagent.progress import Progress

@@ -26,9 +26,9 @@ from jaxagent.evaluate import (
     pass_hat,
     settings_of,
     summarise,
-    want_alike,
     wilson,
 )
+from jaxagent.metrics import want_alike
 from jaxagent.rollout import RolloutOptions, Rollouts
 from jaxagent.types import Message, SampleRequest, Sampling, StopReason, Trajectory, Turn
 
@@ -232,6 +232,9 @@ def test_tables_of_other_settings_are_not_compared() -> None:
     blind = {"settings": settings_of(config, held_out(config), ablated=True, **size)}
     want_alike({"before": before, "after": after, "old": {}})
     want_alike({"before": before, "ablated": blind}, but=("policy", "ablated"))
-    for other, named in ((warm, "sampling is .*'temperature': 1.0.* and .*'temperature': 0.3"), (blind, "ablated is False .* True")):
+    for other, named in (
+        (warm, "sampling is .*'temperature': 1.0.* and .*'temperature': 0.3"),
+        (blind, "ablated is False .* True"),
+    ):
         with pytest.raises(ValueError, match=f"before and other cannot be compared: {named}"):
             want_alike({"before": before, "other": other})

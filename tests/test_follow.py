@@ -101,7 +101,7 @@ def test_evaluations_of_other_settings_never_come_into_one_file(tmp_path: Path) 
     saved(tmp_path, 4)
     assert following(tmp_path).next(table)
     warm = settings_of(CONFIG, held_out(CONFIG, temperature=0.3), split="valid", tasks=4, k=1)
-    with pytest.raises(ValueError, match="cannot be compared: sampling is .*'temperature': 1.0.*'temperature': 0.3"):
+    with pytest.raises(ValueError, match=r"cannot be compared: sampling is .*'temperature': 1.0.*'temperature': 0.3"):
         following(tmp_path, warm)
 
 
@@ -153,7 +153,9 @@ def test_a_follower_plays_what_training_would_have_played_at_every_checkpoint(tm
     assert list(records) == [4, 5, 6, 7, 8]  # the end of the warm-up, and every step after it
     own = {record["step"]: record["eval/success"] for record in read(workdir / "metrics.jsonl") if "eval/success" in record}
     assert {step: records[step]["eval/success"] for step in own} == own and len(own) == 3
-    folders = {json.loads((path / "settings.json").read_text())["policy"]["step"]: path for path in workdir.glob("evals/valid-*")}
+    folders = {
+        json.loads((path / "settings.json").read_text())["policy"]["step"]: path for path in workdir.glob("evals/valid-*")
+    }
 
     def told(row: Trajectory) -> tuple[Any, ...]:
         return row.task, row.rollout, row.tokens, row.mask, row.logprob, row.reward
