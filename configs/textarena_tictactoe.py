@@ -35,5 +35,5 @@ def get_config(arg: str = "") -> ConfigDict:
     c.engine.exact = False
     c.engine.dtype = c.learner.dtype = "bfloat16"
     if arg == "runlocal":
-        c.engine.pages = 0
+        c.engine.pages, c.rollout.concurrency = 0, 16
     return shortened(c, 2048) if arg == "runlocal" else c
