@@ -6,7 +6,8 @@ evaluations draw, so that in exact mode the table of a step is the one that trai
 
 Each leaves its episodes and its table in the run's `evals`, and a line in `evaluations.jsonl`, whose `step` is the checkpoint's
 on the one step axis of the run; what shows the run's metrics shows these beside them. A process that is stopped goes on with
-the episodes that it had."""
+the episodes that it had.
+"""
 
 from __future__ import annotations
 
@@ -65,11 +66,12 @@ class Following:
     @contextmanager
     def held(self, step: int) -> Iterator[Path | None]:
         """A workdir whose only checkpoint is that of `step`, as long as it is wanted; None where it was deleted before."""
-        home = self.home / "evals" / "held"
+        home, there = self.home / "evals" / "held", self.checkpoints / str(step)
+        here = home / "checkpoints" / str(step)
         shutil.rmtree(home, ignore_errors=True)  # of a process that was killed
         try:
-            shutil.copytree(self.checkpoints / str(step), home / "checkpoints" / str(step), copy_function=_link)
-            whole = (self.checkpoints / str(step)).is_dir()  # its files are deleted one by one, the folder after them
+            shutil.copytree(there, here, copy_function=_link)
+            whole = there.is_dir() and _files(there) == _files(here)  # nothing of it was deleted meanwhile
         except (FileNotFoundError, shutil.Error):
             whole = False
         try:
@@ -91,6 +93,10 @@ class Following:
             file.write(json.dumps(record) + "\n")
         self.done.add(step)
         return record
+
+
+def _files(folder: Path) -> set[Path]:
+    return {path.relative_to(folder) for path in folder.rglob("*")}
 
 
 def _link(source: str, target: str) -> None:
