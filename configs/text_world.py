@@ -41,6 +41,7 @@ def shortened(c: ConfigDict, row_tokens: int) -> ConfigDict:
     c.sampling.max_tokens = 4
     c.engine.slots, c.engine.decode_tokens, c.engine.append_rows, c.engine.append_tokens = 32, 3, 16, (8,)
     c.learner.remat = "none"
+    c.engine.exact, c.engine.dtype, c.learner.dtype = True, "float32", "float32"
     c.algo.name = "grpo"
     c.train.steps, c.feed.prompts, c.feed.rollouts = 2, 2, 4
     c.evaluate.every, c.evaluate.tasks, c.evaluate.final_tasks = 1, 4, 4

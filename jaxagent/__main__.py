@@ -3,6 +3,7 @@
 jaxagent train    --config=FILE[:ARG] --workdir=DIR [--config.KEY=VALUE ...] [--coordinator=HOST:PORT --processes=N --process=I]
 jaxagent finetune --config=FILE[:ARG] --workdir=DIR [--config.KEY=VALUE ...]
 jaxagent eval     --workdir=DIR [--tasks=N] [--rollouts=K] [--split=test] [--temperature=T] [--to=DIR]
+jaxagent eval     --workdir=DIR --follow [--to=DIR] [...]
 jaxagent eval     --workdir=DIR|--config=FILE[:ARG] --endpoint=URL --model=NAME [--key-env=VARIABLE] [...]
 jaxagent generate --checkpoint=DIR --prompt=TEXT [--temperature=T] [--max-tokens=N]
 jaxagent plan     --config=FILE[:ARG] [--topology=v5e:16x16] [--json] [--config.KEY=VALUE ...]
@@ -34,6 +35,7 @@ _HOME = {
     "train": "jaxagent.train",
     "finetune": "jaxagent.finetune",
     "eval": "jaxagent.evaluate",
+    "eval follow": "jaxagent.follow",
     "generate": "jaxagent.policy",
     "serve": "jaxagent.policy",
     "export": "jaxagent.policy",
@@ -134,9 +136,12 @@ def add_eval(evaluate: argparse.ArgumentParser) -> None:
     )
     evaluate.add_argument("--tasks", type=count, help="default: evaluate.final_tasks of the run")
     evaluate.add_argument("--rollouts", type=count, help="k, episodes per task; default: evaluate.rollouts of the run")
-    evaluate.add_argument("--split", default="test", choices=["train", "valid", "test"])
+    evaluate.add_argument("--split", default="", choices=["train", "valid", "test"], help="default: test; to follow, valid")
+    evaluate.add_argument(
+        "--follow", action="store_true", help="every checkpoint of a run that trains meanwhile, by default as it would itself"
+    )
     evaluate.add_argument("--temperature", type=float, help="default: evaluate.temperature of the run")
-    evaluate.add_argument("--top-p", type=float, help="default: sampling.top_p of the run")
+    evaluate.add_argument("--top-p", type=float, help="default: 1")
     evaluate.add_argument("--max-tokens", type=count, help="of a turn; default: sampling.max_tokens of the run")
     evaluate.add_argument("--to", default="", help="folder in which episodes are kept; default: evals in the workdir, or here")
     evaluate.add_argument("--endpoint", default="", help="what to ask instead of a checkpoint, as https://HOST/v1")
@@ -152,6 +157,10 @@ def eval_options(options: dict[str, Any], home: Any) -> dict[str, Any]:
     """The flags of `eval`, in the groups that receive them. Raises ValueError for an endpoint that is not wholly said."""
     asked = home.Asked(**{name: options[name] for name in home.Asked.__annotations__})
     url, variable = options["endpoint"], options["key_env"]
+    if options["follow"]:
+        if url or not options["workdir"]:
+            raise ValueError("--follow evaluates the checkpoints of a run: give --workdir, and no --endpoint")
+        return {"asked": asked}
     if bool(url) != bool(options["model"]):
         raise ValueError("--endpoint and --model belong together")
     if not url:
@@ -210,6 +219,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if overrides and command not in CONFIGURED and not options.get("config"):
         print(f"--config.KEY=VALUE belongs to jaxagent {', '.join(CONFIGURED)} and env check --config", file=sys.stderr)
         return 2
+    if command == "eval" and options["follow"]:
+        command = "eval follow"
     home = importlib.import_module(_HOME[command])
     faults: tuple[type[Exception], ...] = (ValueError, *getattr(home, "FAULTS", ()))
     try:
@@ -218,7 +229,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        kept = "the last checkpoint" if command in STORIES else "the episodes that are kept" if command == "eval" else ""
+        evaluates = command in ("eval", "eval follow")
+        kept = "the last checkpoint" if command in STORIES else "the episodes that are kept" if evaluates else ""
         print(f"stopped; the same command goes on from {kept}" if kept else "stopped", file=sys.stderr)
         return 130
 
@@ -239,8 +251,11 @@ def call(command: str, home: Any, overrides: Sequence[str], options: dict[str, A
         options = serve_options(options, home)
     if command == "eval":
         options = {**eval_options(options, home), "overrides": overrides}
+    if command == "eval follow":
+        options = eval_options(options, home)
     done = {
         "eval": "report",
+        "eval follow": "follow",
         "env list": "report_list",
         "env install": "report_install",
     }.get(command, command)

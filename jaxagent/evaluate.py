@@ -33,9 +33,35 @@ from jaxagent.rollout import RolloutOptions, Rollouts, Stopped, wait
 from jaxagent.types import Group, Sampling, Trajectory, by_rollout
 
 
+@dataclass(frozen=True)
+class HeldOut(Sampling):
+    """How an evaluation samples: a record of its own, which nothing but `held_out` makes and `evaluate` takes nothing else."""
+
+
+def held_out(
+    config: ConfigDict, temperature: float | None = None, top_p: float | None = None, max_tokens: int | None = None
+) -> HeldOut:
+    """How a run's evaluations sample: by its `evaluate` and what is given, never by what its training draws with.
+
+    From `sampling` comes the budget of a turn alone, which is the world's as those of `agent` are.
+    """
+    most = config.sampling.max_tokens if max_tokens is None else max_tokens
+    chosen = config.evaluate.temperature if temperature is None else temperature
+    return HeldOut(temperature=chosen, top_p=1.0 if top_p is None else top_p, max_tokens=most)
+
+
+def settings_of(
+    config: ConfigDict, sampling: HeldOut, *, split: str, tasks: int, k: int, ablated: bool = False
+) -> dict[str, Any]:
+    """All that the result of an evaluation depends on besides policy and world, as it stands in its table."""
+    size = {"split": split, "tasks": tasks, "rollouts": k, "ablated": ablated}
+    drawn: dict[str, Any] = json.loads(json.dumps(asdict(sampling)))  # as it comes back from a file
+    return {**size, "seed": config.seed, "sampling": drawn}
+
+
 def evaluate(
     rollouts: Rollouts,
-    sampling: Sampling,
+    sampling: HeldOut,
     *,
     split: str,
     tasks: int,
@@ -47,12 +73,14 @@ def evaluate(
     """Plays `k` episodes of each of the first `tasks` tasks of a split, or all it has; returns the table and the trajectories.
 
     Hosts play a share of the tasks each, and return the table of all with the trajectories of their own. The draws depend on
-    the run's seed, the split and the task only, so two policies meet the same luck.
+    the run's seed, the split and the task only, so two policies meet the same luck. Raises TypeError for any other sampling.
 
     Args:
         stop: whether this host is to stop. Raises Stopped, on all hosts, where one of them was: it gives up its episodes at
             once, the others when theirs are over.
     """
+    if not isinstance(sampling, HeldOut):
+        raise TypeError(f"an evaluation samples as `held_out` says, not as training does: got {sampling}")
     own = hosts.share(tasks_of(rollouts.world, split, tasks))
     futures = rollouts.play(own, k, sampling, ablated=ablated)
     try:
@@ -153,7 +181,7 @@ class Asked:
 
     workdir: str = ""
     config: str = ""
-    split: str = "test"
+    split: str = ""  # test, or valid where checkpoints are followed
     tasks: int | None = None
     rollouts: int | None = None
     temperature: float | None = None
@@ -168,11 +196,9 @@ class Asked:
             return config
         return configs.read(Path(self.workdir) / "config.json")
 
-    def sampling(self, config: ConfigDict) -> Sampling:
-        """How an evaluation samples: by the run's `evaluate`, never by what its training draws with, and by the flags."""
-        chosen = {"temperature": config.evaluate.temperature}
-        chosen |= {name: value for name in ("temperature", "top_p", "max_tokens") if (value := getattr(self, name)) is not None}
-        return Sampling(**{**config.sampling, **chosen})
+    def sampling(self, config: ConfigDict) -> HeldOut:
+        """How an evaluation samples: by the run's `evaluate` and by the flags."""
+        return held_out(config, self.temperature, self.top_p, self.max_tokens)
 
 
 def report(asked: Asked, endpoint: EndpointOptions | None = None, overrides: Sequence[str] = (), concurrency: int = 8) -> int:
@@ -185,16 +211,13 @@ def report(asked: Asked, endpoint: EndpointOptions | None = None, overrides: Seq
         raise ValueError("--config says a world and no policy: give --endpoint and --model too, or --workdir")
     config = asked.read(overrides)
     sampling, c = asked.sampling(config), config.evaluate
-    size = {"split": asked.split, "tasks": asked.tasks or c.final_tasks, "rollouts": asked.rollouts or c.rollouts}
+    tasks, k = asked.tasks or c.final_tasks, asked.rollouts or c.rollouts
+    settings = settings_of(config, sampling, split=asked.split or "test", tasks=tasks, k=k)
     made = _foreign(config, endpoint, sampling, concurrency) if endpoint else _own(config, Path(asked.workdir))
     with made as (rollouts, world, policy):
-        said = {"policy": policy, **size, "seed": config.seed, "sampling": asdict(sampling)}
-        place = {name: config[name].to_dict() for name in ("env", "agent", "chat", "sandbox")}
-        for name in ("url", "token_file"):  # where the sandbox is, not what it does
-            del place["sandbox"][name]
-        place["deadline_s"] = config.rollout.deadline_s
+        said = {"policy": policy, **settings}
         home = Path(asked.to or Path(asked.workdir) / "evals")
-        table, rows = _kept(rollouts, world, sampling, said, _folder(home, {**said, **place}))
+        table, rows = kept(rollouts, world, sampling, said, folder_of(home, {**said, **place_of(config)}))
     player = rollouts.agent
     if isinstance(player, Endpoint) and player.fault:
         raise ValueError(f"--endpoint={player.fault}")
@@ -207,7 +230,15 @@ def report(asked: Asked, endpoint: EndpointOptions | None = None, overrides: Seq
     return 0
 
 
-def _folder(home: Path, settings: dict[str, Any]) -> Path:
+def place_of(config: ConfigDict) -> dict[str, Any]:
+    """What is played, of all that a config says: not where the sandbox is, but what it does."""
+    place: dict[str, Any] = {name: config[name].to_dict() for name in ("env", "agent", "chat", "sandbox")}
+    for name in ("url", "token_file"):
+        del place["sandbox"][name]
+    return {**place, "deadline_s": config.rollout.deadline_s}
+
+
+def folder_of(home: Path, settings: dict[str, Any]) -> Path:
     """The folder of an evaluation, named by all that it depends on; what that is stands in it."""
     text = json.dumps(settings, sort_keys=True, indent=2) + "\n"
     folder = home / f"{settings['split']}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
@@ -216,8 +247,8 @@ def _folder(home: Path, settings: dict[str, Any]) -> Path:
     return folder
 
 
-def _kept(
-    rollouts: Rollouts, world: World, sampling: Sampling, said: dict[str, Any], folder: Path
+def kept(
+    rollouts: Rollouts, world: World, sampling: HeldOut, said: dict[str, Any], folder: Path
 ) -> tuple[dict[str, Any], list[Trajectory]]:
     """The table and the episodes. Those that are in the folder are taken from it, the others are put there as they end."""
     split, k = said["split"], said["rollouts"]

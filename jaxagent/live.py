@@ -26,6 +26,7 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from jaxagent import badcases, view
+from jaxagent.metrics import EVALUATIONS, want_alike
 from jaxagent.types import Trajectory
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -115,7 +116,7 @@ class Index:
 
     def _figures(self) -> list[Path]:
         """What `run` reads."""
-        return [workdir / name for workdir in self.workdirs for name in ("metrics.jsonl", "eval.json")]
+        return [workdir / name for workdir in self.workdirs for name in ("metrics.jsonl", EVALUATIONS, "eval.json")]
 
     def episode(self, number: int) -> dict[str, Any]:
         """One episode whole, with the texts of its tokens. Raises IndexError where there is none."""
@@ -133,6 +134,13 @@ class Index:
     def run(self) -> dict[str, Any]:
         """What the page says above the episodes, of the run and of the one beside it."""
         first, *others = map(view.overview, self.workdirs, self._shelves)
+        apart: dict[str, str] = {}  # evaluations that are of other settings than those of the run beside it
+        for label, figures in first["evaluations"].items():
+            for other in (other["evaluations"] for other in others if label in other["evaluations"]):
+                try:
+                    want_alike({"A": figures, "B": other[label]})
+                except ValueError as fault:
+                    apart[label] = str(fault)
         names = [str(workdir) for workdir in self.workdirs]
         return {
             **first,
@@ -142,6 +150,7 @@ class Index:
             "kinds": badcases.KINDS,
             "names": names,
             "beside": others,
+            "apart": apart,
             "epoch": self.epoch,
         }
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,6 +63,42 @@ def read(path: Path) -> list[dict[str, Any]]:
         except json.JSONDecodeError:
             break  # a torn line is the end of what was safely written
     return records
+
+
+EVALUATIONS = "evaluations.jsonl"  # beside metrics.jsonl, of those who evaluate checkpoints while the run goes on
+
+
+def with_evaluations(workdir: Path) -> list[dict[str, Any]]:
+    """A run's metrics, with the evaluations that others made of its checkpoints at the steps that they are of.
+
+    What the run says itself of a step stands.
+    """
+    records = read(workdir / "metrics.jsonl")
+    made = {
+        record["step"]: {n: v for n, v in record.items() if n.startswith("eval/")} for record in read(workdir / EVALUATIONS)
+    }
+    return [{**made.get(record["step"], {}), **record} for record in records]
+
+
+def eval_metrics(table: dict[str, Any]) -> dict[str, float]:
+    """What curves show of an evaluation."""
+    levels = {f"eval/success_{name.replace(' ', '_')}": value for name, value in table["by_difficulty"].items()}
+    return {"eval/success": table["success"], "eval/turns": table["turns"], **levels}
+
+
+def want_alike(tables: Mapping[str, Mapping[str, Any]], but: Sequence[str] = ("policy",)) -> None:
+    """Raises ValueError where tables that are to be compared say different settings, those in `but` aside.
+
+    A table that says none is of a run from before they were kept: nothing is known against it.
+    """
+    told = {name: table["settings"] for name, table in tables.items() if "settings" in table}
+    for (one, first), (other, second) in itertools.pairwise(told.items()):
+        for name in sorted({*first, *second}.difference(but)):
+            if first.get(name) != second.get(name):
+                raise ValueError(
+                    f"the evaluations {one} and {other} cannot be compared: {name} is {first.get(name)} in the one and "
+                    f"{second.get(name)} in the other; evaluate both alike, with jaxagent eval"
+                )
 
 
 def peak_bytes() -> int:

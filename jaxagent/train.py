@@ -30,13 +30,13 @@ from jaxagent.critic import CriticOptions, begin_again
 from jaxagent.data.store import Store, audit
 from jaxagent.echoes import Echoes, MetricsOptions
 from jaxagent.engine.replicas import Replicas
-from jaxagent.evaluate import evaluate
+from jaxagent.evaluate import evaluate, held_out, settings_of
 from jaxagent.feed import Feed, FeedOptions, has_signal, stream_of
 from jaxagent.heap import give_back_freed_memory
 from jaxagent.hosts import ALONE, Hosts, here, join
 from jaxagent.journal import Journal
 from jaxagent.learner import OptimizerOptions
-from jaxagent.metrics import Clock, Mean, Metrics, peak_bytes, read
+from jaxagent.metrics import Clock, Mean, Metrics, eval_metrics, peak_bytes, read, want_alike
 from jaxagent.parts import Learning, Parts, build, faults, shaping_within, use_devices
 from jaxagent.process import Process, read_labels
 from jaxagent.progress import Progress
@@ -442,8 +442,7 @@ def end_step(run: Run, values: dict[str, float], show: Callable[[Run, int, dict[
         except Stopped:
             run.owed, run.step = {**values, **run.clock.take()}, run.step + 1
             raise
-        values = {**values, "eval/success": table["success"], "eval/turns": table["turns"]}
-        values |= {f"eval/success_{name.replace(' ', '_')}": s for name, s in table["by_difficulty"].items()}
+        values = {**values, **eval_metrics(table)}
     show(run, step, values)
     run.done(values)
 
@@ -590,10 +589,11 @@ def show(run: Run, step: int, values: dict[str, float]) -> None:
 def score(run: Run, label: str, split: str, tasks: int, *, ablated: bool = False) -> dict[str, Any]:
     """Evaluates the weights that the engines hold and stores the trajectories. Raises Stopped where the run is to stop."""
     c = run.config.evaluate
-    sampling = Sampling(**{**run.config.sampling, "temperature": c.temperature})
+    sampling = held_out(run.config)
     with run.clock.part("eval"):
         how = {"split": split, "tasks": tasks, "k": c.rollouts, "ablated": ablated}
         table, rows = evaluate(run.parts.rollouts, sampling, **how, hosts=run.hosts, stop=lambda: run.stopping)
+    table["settings"] = {"policy": {"step": run.step}, **settings_of(run.config, sampling, **how)}
     run.store.write(label, rows)
     run.parts.engines.take_stats()
     return table
@@ -630,10 +630,11 @@ def finish(run: Run) -> None:
 
 
 def comparison(results: dict[str, Any]) -> tuple[str, list[str], list[list[str]]]:
-    """Title, header and rows of the table of evaluations."""
+    """Title, header and rows of the table of evaluations. Raises ValueError where they cannot be compared."""
     titles = {"before": "before", "after": "after", "ablated": "blind to tools"}
     names = [name for name in titles if name in results]
     tables = [results[name] for name in names]
+    want_alike({name: results[name] for name in names}, but=("policy", "ablated"))
     header = ["", *(titles[name] for name in names)]
     rows = [
         ["success", *(f"{t['success']:.3f}" for t in tables)],

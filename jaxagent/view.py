@@ -113,7 +113,7 @@ def overview(workdir: Path, shelf: Shelf | None = None) -> dict[str, Any]:
     config = _config(workdir)
     shelf = shelf or shelf_of(workdir)
     tables = _tables(workdir)
-    records = metrics.read(workdir / "metrics.jsonl")
+    records = metrics.with_evaluations(workdir)
     return {
         "config": config,
         "finished": "after" in tables,
@@ -379,6 +379,7 @@ def _result(table: dict[str, Any] | None, tally: dict[str, list[int]]) -> dict[s
     table = table or {"success": wins / n if n else None, "n": n, "k": 1, "by_difficulty": rates}
     by_difficulty = table.get("by_difficulty") or rates
     known = {name: table.get(name) for name in ("success", "ci95", "n", "k", "reward", "turns", "broken")}
+    known |= {"settings": table["settings"]} if "settings" in table else {}
     return finite(
         {**known, "by_difficulty": {name: [by_difficulty[name], tally.get(name, [0, 0])[1]] for name in by_difficulty}}
     )

@@ -25,7 +25,7 @@ FLOORS = (
     "agent",
     "rollout serve endpoint",
     "feed search programs",
-    "topology estimates parts evaluate policy supervised plan update",
+    "topology estimates parts evaluate follow policy supervised plan update",
     "train finetune replay",
     "__main__",
 )
@@ -56,7 +56,7 @@ HOST = {
     "echoes",
     "config",
 }
-KNOW_THE_CONFIG = {"config", "parts", "evaluate", "plan", "policy", "view", "train", "finetune", "replay", "__main__"}
+KNOW_THE_CONFIG = {"config", "parts", "evaluate", "follow", "plan", "policy", "view", "train", "finetune", "replay", "__main__"}
 
 
 def modules(package: str) -> dict[str, Path]:

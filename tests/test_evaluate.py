@@ -7,6 +7,7 @@ import math
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from scripted import ScriptedSampler
@@ -15,7 +16,19 @@ from toys import Parity
 from jaxagent.agent import Agent, Limits
 from jaxagent.chat.plain import PlainTemplate
 from jaxagent.config import load
-from jaxagent.evaluate import Asked, evaluate, normal, pass_at, pass_hat, summarise, wilson
+from jaxagent.evaluate import (
+    Asked,
+    HeldOut,
+    evaluate,
+    held_out,
+    normal,
+    pass_at,
+    pass_hat,
+    settings_of,
+    summarise,
+    wilson,
+)
+from jaxagent.metrics import want_alike
 from jaxagent.rollout import RolloutOptions, Rollouts
 from jaxagent.types import Message, SampleRequest, Sampling, StopReason, Trajectory, Turn
 
@@ -157,7 +170,7 @@ def test_an_evaluation_plays_the_first_tasks_of_its_split_the_same_every_time() 
     agent = Agent(PLAIN, (), ScriptedSampler(PLAIN, write), Limits(2, 100))
     rollouts = Rollouts(Parity(), agent, lambda: None, seed=5, options=RolloutOptions(attempts=1))
     try:
-        tables = [evaluate(rollouts, Sampling(max_tokens=4), split="valid", tasks=8, k=3) for _ in range(2)]
+        tables = [evaluate(rollouts, HeldOut(max_tokens=4), split="valid", tasks=8, k=3) for _ in range(2)]
     finally:
         rollouts.close()
     (table, rows), (again, _) = tables
@@ -195,3 +208,33 @@ def test_an_evaluation_samples_by_its_own_settings_and_the_table_says_which() ->
     assert Asked().sampling(config).temperature == 0.5
     asked = Asked(temperature=0.0, top_p=0.9, max_tokens=3).sampling(config)
     assert (asked.temperature, asked.top_p, asked.max_tokens) == (0.0, 0.9, 3)
+
+
+def test_nothing_that_training_draws_with_reaches_an_evaluation() -> None:
+    drawn = ["sampling.temperature=1.3", "sampling.top_k=5", "sampling.top_p=0.5", "evaluate.temperature=0.5"]
+    config = load(str(QUICKSTART), drawn)[0]
+    assert held_out(config) == HeldOut(temperature=0.5, max_tokens=config.sampling.max_tokens)
+    agent = Agent(PLAIN, (), ScriptedSampler(PLAIN, lambda text, request: [0]), Limits(2, 100))
+    rollouts = Rollouts(Parity(), agent, lambda: None, seed=5, options=RolloutOptions())
+    try:
+        with pytest.raises(TypeError, match="not as training does: got Sampling"):
+            evaluate(rollouts, Sampling(**config.sampling), split="valid", tasks=1)  # type: ignore[arg-type]
+    finally:
+        rollouts.close()
+
+
+def test_tables_of_other_settings_are_not_compared() -> None:
+    config = load(str(QUICKSTART))[0]
+    size: dict[str, Any] = {"split": "test", "tasks": 4, "k": 1}
+    before = {"settings": {"policy": {"step": 0}, **settings_of(config, held_out(config), **size)}}
+    after = {"settings": {"policy": {"step": 9}, **settings_of(config, held_out(config), **size)}}
+    warm = {"settings": settings_of(config, held_out(config, temperature=0.3), **size)}
+    blind = {"settings": settings_of(config, held_out(config), ablated=True, **size)}
+    want_alike({"before": before, "after": after, "old": {}})
+    want_alike({"before": before, "ablated": blind}, but=("policy", "ablated"))
+    for other, named in (
+        (warm, "sampling is .*'temperature': 1.0.* and .*'temperature': 0.3"),
+        (blind, "ablated is False .* True"),
+    ):
+        with pytest.raises(ValueError, match=f"before and other cannot be compared: {named}"):
+            want_alike({"before": before, "other": other})

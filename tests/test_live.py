@@ -110,7 +110,11 @@ def test_a_group_tells_what_separated_it_and_runs_stand_apart(run: Path, tmp_pat
     assert {"fact": "calls", "winners": 1.0, "losers": 0.0, "chance": 1.0} in facts
     assert told["rows"][5]["bad"] == ["no call"]
     assert [name.rpartition("/")[2] for name in index.run()["names"]] == ["run", "other"]
-    assert index.run()["beside"][0]["finished"]
+    assert index.run()["beside"][0]["finished"] and index.run()["apart"] == {}
+    for workdir, temperature in ((run, 1.0), (other, 0.6)):
+        settings = {"policy": {"step": 9}, "temperature": temperature}
+        (workdir / "eval.json").write_text(json.dumps({"after": {"success": 0.5, "settings": settings}}))
+    assert list(index.run()["apart"]) == ["after"] and "temperature is 1.0" in index.run()["apart"]["after"]
 
 
 def test_the_page_may_ask_its_server_and_nobody_else_and_holds_no_markup_of_data(run: Path) -> None:

@@ -85,9 +85,11 @@ function drawRuns() {
     keys = every.filter((key) => configs[0].get(key) !== configs[1].get(key));
   const last = (run, name) => run.curves[name]?.findLast(known);
   const names = [...new Set(both.flatMap((run) => Object.keys(run.curves)))];
-  const figures = ["before", "after"].map((label) => [label, ...both.map((run) => percent(run.evaluations[label]?.success))]);
+  const comparable = ["before", "after"].filter((label) => !RUN.apart[label]);
+  const figures = comparable.map((label) => [label, ...both.map((run) => percent(run.evaluations[label]?.success))]);
   const rows = [
     ...figures.map(([label, ...values]) => [`success, ${label}`, ...values]),
+    ...Object.entries(RUN.apart).map(([label, why]) => [`success, ${label}: ${why}`, "not compared", "not compared"]),
     ["training steps", ...both.map((run) => String(Math.max(0, run.steps_done)))],
     ...names.map((name) => [`${name}, last`, ...both.map((run) => number(last(run, name)))]),
     ...keys.map((key) => [key, ...configs.map((config) => config.get(key) ?? "—")]),
