@@ -591,7 +591,7 @@ def finish(run: Run) -> None:
 
 def comparison(results: dict[str, Any]) -> tuple[str, list[str], list[list[str]]]:
     """Title, header and rows of the table of evaluations."""
-    titles = {"before": "before", "after": "after", "ablated": "blind to tools"}
+    titles = {"before": "before", "after": "after", "ablated": "blind"}
     names = [name for name in titles if name in results]
     tables = [results[name] for name in names]
     header = ["", *(titles[name] for name in names)]
