@@ -1,8 +1,8 @@
 """What a config learns and costs: `python benchmarks/learning.py configs/quickstart.py` trains it with several seeds.
 
-Each seed is a process of its own with an empty cache of compiled programs, one after the other. Prints a table in Markdown: held-out
-success by step, wall seconds by part, CPU seconds (with the sandbox's), peak memory, tokens and tool calls per second of
-rollout. Run it on an idle machine.
+Each seed is a process of its own with an empty cache of compiled programs, one after the other. Prints a table in Markdown:
+held-out success by step, wall seconds by part, CPU seconds (with the sandbox's), peak memory, tokens and tool calls per second
+of rollout. Run it on an idle machine.
 """
 
 import argparse
@@ -25,7 +25,9 @@ def main() -> None:
     parser.add_argument("config")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--workdir", help="keeps the runs there; a temporary folder by default")
-    parser.add_argument("--intervals", action="store_true", help="95 % intervals of held-out success, and success by difficulty")
+    parser.add_argument(
+        "--intervals", action="store_true", help="95 % intervals of held-out success, and success by difficulty"
+    )
     options, overrides = parser.parse_known_args()
     with tempfile.TemporaryDirectory() as temporary:
         place = Path(options.workdir or temporary)
@@ -46,7 +48,9 @@ def train(config: str, workdir: Path, overrides: list[str]) -> dict[str, Any]:
     command = [sys.executable, "-m", "jaxagent", "train", f"--config={config}", f"--workdir={workdir}", *overrides]
     with tempfile.TemporaryDirectory() as cache:
         before, began = cpu_s(), time.monotonic()
-        subprocess.run(command, cwd=REPOSITORY, env={**os.environ, "JAX_COMPILATION_CACHE_DIR": cache}, check=True, stdout=sys.stderr)
+        subprocess.run(
+            command, cwd=REPOSITORY, env={**os.environ, "JAX_COMPILATION_CACHE_DIR": cache}, check=True, stdout=sys.stderr
+        )
         wall, cpu = time.monotonic() - began, cpu_s() - before
     records = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
     table = json.loads((workdir / "eval.json").read_text())

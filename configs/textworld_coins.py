@@ -33,21 +33,21 @@ def get_config(arg: str = "") -> ConfigDict:
     c.learner.batch_rows = 8
     c.learner.row_tokens = 320
 
-    c.algo.name = "grpo"
+    c.algo.name = "gigpo"  # what is done in a room is compared with what else was done in it
     c.algo.aggregate = "token_mean"
     c.algo.clip_high = 0.28
     c.optimizer.lr = 1e-3
     c.optimizer.lr_final = 1e-4
-    c.train.steps = 40
+    c.train.steps = 50
     c.train.minibatches = 2
     c.feed.prompts = 8
     c.feed.rollouts = 8
-    c.warmup.steps = 160
-    c.warmup.demos = 128  # games, each of which is shown twenty times
+    c.warmup.steps = 70
+    c.warmup.demos = 128  # games, each of which is shown nine times; shown twenty, the choices in them are learnt by heart
     c.warmup.batch = 16
     c.warmup_optimizer.lr = 5e-3
     c.warmup_optimizer.warmup_steps = 20
-    c.evaluate.every = 10
+    c.evaluate.every = 25
     c.evaluate.tasks = 64
     c.evaluate.final_tasks = 128
 
