@@ -16,7 +16,7 @@ def get_config(arg: str = "") -> ConfigDict:
     c.env.name = "textworld"
     # ways of 2 to 5 rooms, each with a dead end beside it; held out are 5 rooms, in other games, and 7
     options = {"kind": "coins", "levels": (102, 103, 104, 105), "held_out": (105, 107), "games": 256}
-    c.env.options = ConfigDict({**options, "brief": True, "rules": False})
+    c.env.options = ConfigDict({**options, "told": ("brief",), "rules": False})
 
     c.model.width, c.model.layers, c.model.heads, c.model.ffn_width = 64, 3, 2, 128
     c.model.tied_head = False

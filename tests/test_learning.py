@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from jaxagent.envs.chain import Chain
-from jaxagent.envs.workers import install
 from jaxagent.metrics import read
 from jaxagent.types import Message
 
@@ -35,20 +34,6 @@ def test_the_maze_is_learnt_and_not_without_its_tools(tmp_path: Path) -> None:
     assert success["before"] <= 0.25
     assert success["after"] >= 0.5
     assert success["ablated"] <= 0.05
-
-
-@pytest.mark.learning
-def test_adventures_never_played_are_won_by_who_has_read_few_walkthroughs_and_not_by_who_cannot_read(tmp_path: Path) -> None:
-    try:
-        install.python_of("textworld")
-    except ValueError as error:
-        pytest.skip(str(error))
-    games = "env.options.levels=(102,103)", "env.options.held_out=(103,)", "env.options.games=64", "warmup.demos=64"
-    short = "train.steps=15", "evaluate.every=0", "evaluate.final_tasks=32", "evaluate.rollouts=2"
-    success = learnt(tmp_path, "train", "textworld_coins.py", *games, *short)
-    assert success["after"] >= success["before"] + 0.15
-    assert success["after"] >= 0.6
-    assert success["ablated"] <= 0.2
 
 
 @pytest.mark.learning

@@ -52,7 +52,7 @@ def test_a_text_adventure_is_won_by_its_walkthrough_and_pays_once(kind: str) -> 
 
 
 def test_told_in_brief_a_room_is_a_line_and_its_letters_win_as_commands_do() -> None:
-    world = made(textworld.make_world, levels=(103,), held_out=(104,), brief=True, rules=False)
+    world = made(textworld.make_world, levels=(103,), held_out=(104,), told=("brief",), rules=False)
     assert [world.task(split, 0)["level"] for split in ("train", "demo", "valid", "test")] == [103, 103, 104, 104]
     way = demonstrated(world, 0)
     assert (len(way), way[-1], set(way[:-1]) <= set("ensw")) == (3, "t", True)
@@ -83,7 +83,8 @@ def test_commands_that_end_the_machine_or_write_files_are_no_moves() -> None:
         ({"levels": (0,)}, "levels must be"),
         ({"held_out": (301,)}, "held_out must be"),
         ({"games": 1}, "games must be"),
-        ({"kind": "quest", "brief": True}, "brief is for coins"),
+        ({"kind": "quest", "told": ("brief",)}, "told must be"),
+        ({"told": ("brief", "hints")}, "told must be"),
     ],
 )
 def test_what_no_adventure_can_be_is_refused(options: dict[str, Any], named: str) -> None:
