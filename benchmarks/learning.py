@@ -1,8 +1,8 @@
 """What a config learns and costs: `python benchmarks/learning.py configs/quickstart.py` trains it with several seeds.
 
-Each seed is a process of its own with an empty compile cache, one after the other. Prints a table in Markdown: held-out
-success by step, wall seconds by part, CPU seconds (with the sandbox's), peak memory, tokens and tool calls per second of
-rollout. Run it on an idle machine.
+Each seed is a process of its own with an empty cache of compiled programs, one after the other. Prints a table in Markdown:
+held-out success by step, wall seconds by part, CPU seconds (with the sandbox's), peak memory, tokens and tool calls per second
+of rollout. Run it on an idle machine.
 """
 
 import argparse
@@ -25,10 +25,17 @@ def main() -> None:
     parser.add_argument("config")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--workdir", help="keeps the runs there; a temporary folder by default")
+    parser.add_argument(
+        "--intervals", action="store_true", help="95 % intervals of held-out success, and success by difficulty"
+    )
     options, overrides = parser.parse_known_args()
     with tempfile.TemporaryDirectory() as temporary:
         place = Path(options.workdir or temporary)
-        runs = [train(options.config, place / f"seed-{seed}", [f"--config.seed={seed}", *overrides]) for seed in options.seeds]
+        runs = []
+        for seed in options.seeds:
+            runs.append(train(options.config, place / f"seed-{seed}", [f"--config.seed={seed}", *overrides]))
+            if options.intervals:
+                runs[-1] = {**intervals(place / f"seed-{seed}"), **runs[-1]}
     rows = {name: [run.get(name, "") for run in runs] for run in runs for name in run}
     print(f"| {Path(options.config).stem} | " + " | ".join(f"seed {seed}" for seed in options.seeds) + " |")
     print("|---|" + "---:|" * len(runs))
@@ -41,7 +48,9 @@ def train(config: str, workdir: Path, overrides: list[str]) -> dict[str, Any]:
     command = [sys.executable, "-m", "jaxagent", "train", f"--config={config}", f"--workdir={workdir}", *overrides]
     with tempfile.TemporaryDirectory() as cache:
         before, began = cpu_s(), time.monotonic()
-        subprocess.run(command, cwd=REPOSITORY, env={**os.environ, "XDG_CACHE_HOME": cache}, check=True, stdout=sys.stderr)
+        subprocess.run(
+            command, cwd=REPOSITORY, env={**os.environ, "JAX_COMPILATION_CACHE_DIR": cache}, check=True, stdout=sys.stderr
+        )
         wall, cpu = time.monotonic() - began, cpu_s() - before
     records = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
     table = json.loads((workdir / "eval.json").read_text())
@@ -66,6 +75,20 @@ def train(config: str, workdir: Path, overrides: list[str]) -> dict[str, Any]:
         "sampled tokens / s of rollout": f"{tokens / rollout:.0f}",
         "tool calls / s of rollout": f"{total('rollout/tool_calls') / rollout:.0f}",
     }
+
+
+def intervals(workdir: Path) -> dict[str, str]:
+    """Held-out success of the evaluations with their 95 % intervals, of all tasks and by difficulty."""
+    rows = {}
+    for name, table in json.loads((workdir / "eval.json").read_text()).items():
+        rows[f"{name}, all"] = shown(table["success"], table["ci95"])
+        for difficulty, success in table["by_difficulty"].items():
+            rows[f"{name}, {difficulty}"] = shown(success, table["ci95_by_difficulty"][difficulty])
+    return rows
+
+
+def shown(success: float, ends: list[float]) -> str:
+    return f"{success:.3f} ({ends[0]:.2f} to {ends[1]:.2f})"
 
 
 def cpu_s() -> float:

@@ -161,7 +161,7 @@ def get_config(arg: str = "") -> ConfigDict:
     c.evaluate.final_tasks = 256  # test tasks, before and after
     c.evaluate.rollouts = 1  # k, episodes per task
     c.evaluate.temperature = 1.0
-    c.evaluate.ablate = True  # also score with tool results made to say nothing
+    c.evaluate.ablate = True  # also score with tool results, or a world without tools, made to say nothing
 
     c.alarms = ConfigDict()  # warn, and end the run where they are named in `stop`
     c.alarms.limits = (

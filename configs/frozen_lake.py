@@ -42,7 +42,6 @@ def get_config(arg: str = "") -> ConfigDict:
     c.warmup_optimizer.warmup_steps = 20
     c.evaluate.every = 10
     c.evaluate.tasks = 64
-    c.evaluate.ablate = False  # there are no tools
 
     if arg == "runlocal":
         c.env.options.demo_moves = 6

@@ -414,7 +414,7 @@ class Rollouts:
             return
         if isinstance(agent, Agent) and (journal := how.journal) and journal.keep_broken:  # else only whole episodes are kept
             agent = agent.through(lambda sampler: Recorded(sampler, journal, first))
-        await agent.play(Ablated(env) if how.ablated else env, task, rows, key, how.sampling)
+        await agent.play(Ablated(env, not self.world.tools) if how.ablated else env, task, rows, key, how.sampling)
 
     async def _within_deadline(self, play: Callable[[], Coroutine[Any, Any, None]], hold: _Hold) -> None:
         """Waits for an episode. Raises DeadlineMissed; a world that catches its cancellation cannot keep the step waiting."""

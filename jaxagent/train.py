@@ -631,7 +631,7 @@ def finish(run: Run) -> None:
 
 def comparison(results: dict[str, Any]) -> tuple[str, list[str], list[list[str]]]:
     """Title, header and rows of the table of evaluations. Raises ValueError where they cannot be compared."""
-    titles = {"before": "before", "after": "after", "ablated": "blind to tools"}
+    titles = {"before": "before", "after": "after", "ablated": "blind"}
     names = [name for name in titles if name in results]
     tables = [results[name] for name in names]
     want_alike({name: results[name] for name in names}, but=("policy", "ablated"))

@@ -36,6 +36,14 @@ def test_the_maze_is_learnt_and_not_without_its_tools(tmp_path: Path) -> None:
     assert success["ablated"] <= 0.05
 
 
+@pytest.mark.learning
+def test_frozen_lakes_never_seen_are_crossed_by_who_sees_the_holes(tmp_path: Path) -> None:
+    short = "warmup.steps=120", "warmup.demos=1920", "train.steps=25", "evaluate.every=0", "evaluate.final_tasks=128"
+    success = learnt(tmp_path, "train", "frozen_lake.py", *short)
+    assert success["after"] >= success["before"] + 0.1
+    assert success["ablated"] <= 0.2
+
+
 def written(message: Message) -> dict[str, object]:
     calls = [{"function": {"name": call.name, "arguments": call.arguments}} for call in message.calls]
     said = {"role": message.role, "content": message.content, "name": message.name}

@@ -146,17 +146,26 @@ def find(name: str) -> Callable[..., World]:
 
 
 class Ablated:
-    """An episode whose tool results say nothing: what a policy scores here it did not get from its tools."""
+    """An episode whose tool results say nothing: what a policy scores here it did not get from its tools.
 
-    def __init__(self, env: Env):
-        self.env = env
+    Args:
+        mute: in a world without tools, nothing that it says is told, its beginning included.
+    """
+
+    def __init__(self, env: Env, mute: bool = False):
+        self.env, self.mute = env, mute
 
     async def reset(self, task: Task, seed: int) -> Step:
-        return await self.env.reset(task, seed)
+        step = await self.env.reset(task, seed)
+        return self._hidden(step) if self.mute else step
 
     async def step(self, action: Message) -> Step:
-        step = await self.env.step(action)
-        step.messages = [Message(m.role, "." * len(m.content), name=m.name) if m.role == "tool" else m for m in step.messages]
+        return self._hidden(await self.env.step(action))
+
+    def _hidden(self, step: Step) -> Step:
+        silent = [self.mute or message.role == "tool" for message in step.messages]
+        dots = [Message(message.role, "." * len(message.content), name=message.name) for message in step.messages]
+        step.messages = [dot if hide else said for dot, hide, said in zip(dots, silent, step.messages, strict=True)]
         return step
 
     async def close(self) -> None:

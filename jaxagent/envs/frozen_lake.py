@@ -3,8 +3,8 @@
 The rules are those of gymnasium's FrozenLake-v1: one starts in the upper left corner, the goal is in the lower right one; a
 cell is frozen with probability 0.8, otherwise a hole, and only maps with a way are kept. On slippery ice a step goes where it
 was meant to with probability 1/3, and to either side of that with 1/3 each. The reward is 1 at the goal; a hole ends the
-episode with 0. Every task draws its own map. A small lake has few: of side 4 most maps of a split come in the others too, see
-docs/BENCHMARKS.md.
+episode with 0. Every task draws its own map. A small lake has few, so every map belongs to one split, and
+what is held out has never been seen.
 
     P__     P the agent, _ ice, O a hole, G the goal
     _O_
@@ -14,11 +14,12 @@ docs/BENCHMARKS.md.
 from __future__ import annotations
 
 import random
+import zlib
 from collections import deque
 from typing import Any
 
 from jaxagent.envs.env import Env, Task
-from jaxagent.envs.synchronous import Here, Said, SynchronousEpisode, seed_of
+from jaxagent.envs.synchronous import SPLIT_SIZE, SPLITS, Here, Said, SynchronousEpisode, seed_of
 from jaxagent.types import Message
 
 WAYS = {"left": (0, -1), "down": (1, 0), "right": (0, 1), "up": (-1, 0)}
@@ -86,15 +87,20 @@ def moved(at: tuple[int, int], way: str, size: int) -> tuple[int, int]:
 
 
 def holes_of(size: int, seed: int) -> frozenset[tuple[int, int]]:
-    """The holes of a map that can be crossed."""
+    """The holes of a map that can be crossed and belongs to the split of this seed."""
     rng = random.Random(f"{seed}/lake")
     ends = {(0, 0), (size - 1, size - 1)}
     cells = [(row, column) for row in range(size) for column in range(size)]
     for _ in range(_TRIES):
         holes = frozenset(cell for cell in cells if rng.random() >= _FROZEN and cell not in ends)
-        if way_to_goal((0, 0), holes, size) is not None:
+        if split_of(holes) == seed // SPLIT_SIZE and way_to_goal((0, 0), holes, size) is not None:
             return holes
     raise ValueError(f"env.options.size={size}: no lake that can be crossed in {_TRIES} tries; make it smaller")
+
+
+def split_of(holes: frozenset[tuple[int, int]]) -> int:
+    """The number of the split that alone has this map, the same in every process."""
+    return zlib.crc32(repr(sorted(holes)).encode()) % len(SPLITS)
 
 
 def way_to_goal(at: tuple[int, int], holes: frozenset[tuple[int, int]], size: int) -> list[str] | None:
@@ -122,7 +128,7 @@ class FrozenLake:
     """The world.
 
     Args:
-        size: of a side, 2 to 12.
+        size: of a side, 3 to 12.
         slippery: whether steps slip, as they do in gymnasium by default.
         rules: whether the first observation begins with the rules; a policy from scratch has no use for them.
         letters: the demonstrator writes the first letter of a way instead of its word.
@@ -143,8 +149,8 @@ class FrozenLake:
         demo_slips: float = 0.3,
         demo_moves: int = 12,
     ):
-        if not 2 <= size <= 12:
-            raise ValueError(f"env.options.size must be 2 to 12, got {size}")
+        if not 3 <= size <= 12:
+            raise ValueError(f"env.options.size must be 3 to 12, got {size}")
         if not 0 <= demo_slips <= 1:
             raise ValueError(f"env.options.demo_slips must be within 0 and 1, got {demo_slips}")
         self.size, self.slippery, self.letters = size, slippery, letters

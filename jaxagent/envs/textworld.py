@@ -6,6 +6,10 @@ so that level 4 is what papers call w2-o3-q4 and level 8 w4-o6-q8. A game is com
 seconds, and kept.
 
 The reward is the increment of the game's score, as a share of all that can be scored: a game that is won is worth 1.
+
+A policy from scratch reads bytes, and a room of such a game is described in two hundred. Told in `brief` it is one line,
+its name and the letters of what can be done there: e, n, s, w for the exits, t where the coin can be taken. Nothing else
+is: where one came from and which ways are dead ends has to be remembered. Such a game is made in a tenth of a second.
 """
 
 from __future__ import annotations
@@ -23,9 +27,9 @@ RULES = "You play a text adventure. Answer with one command, as in: go east; ope
 def make_world(
     kind: str = "coins",
     levels: tuple[int, ...] = (1, 2, 3, 4, 5),
+    held_out: tuple[int, ...] = (),
     games: int = 100,
-    hints: bool = False,
-    commands: bool = True,
+    told: tuple[str, ...] = ("commands",),
     rules: bool = True,
     workers: int = 0,
     timeout_s: float = 120.0,
@@ -35,25 +39,33 @@ def make_world(
     Args:
         kind: coins or quest.
         levels: of the games, in turn; a curriculum is a run with higher ones from the checkpoint of one with lower.
+        held_out: levels of valid and test games where they are others, such as larger ones.
         games: of the training split; half as many are held out in each of the others.
-        hints: whether the whole way is told at the start, or only what is to be achieved.
-        commands: whether all admissible commands are listed after every observation.
+        told: beside rooms and the goal: `commands`, all that are admissible, after every observation; `hints`, the
+            whole way, at the start. Or `brief` alone, for coins: a room is a line, and a command a letter.
         rules: whether the first observation begins with the rules.
     """
-    levels = tuple(levels)
+    levels, held_out = tuple(levels), tuple(held_out)
     if kind not in KINDS:
         raise ValueError(f"env.options.kind must be one of {', '.join(KINDS)}; got {kind!r}")
-    if not levels or not all(1 <= level <= (300 if kind == "coins" else 30) for level in levels):
-        raise ValueError(f"env.options.levels must be 1 to 300 for coins, 1 to 30 for quest; got {levels}")
+    for name, given in {"levels": levels, "held_out": held_out or levels}.items():
+        if not given or not all(1 <= level <= (300 if kind == "coins" else 30) for level in given):
+            raise ValueError(f"env.options.{name} must be 1 to 300 for coins, 1 to 30 for quest; got {given}")
     if games < 2:
         raise ValueError(f"env.options.games must be at least 2, got {games}")
 
+    told = tuple(told)
+    if not set(told) <= {"commands", "hints"} and (told != ("brief",) or kind != "coins"):
+        raise ValueError(f"env.options.told must be among commands and hints, or brief alone for coins; got {told} for {kind}")
+
     def describe(split: str, index: int) -> Task:
-        level = levels[index % len(levels)]
+        played = held_out if held_out and split in ("valid", "test") else levels
+        level = played[index % len(played)]
         return {"level": level, "difficulty": f"level {level:03d}"}
 
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxagent" / "games"
-    options = {"kind": kind, "hints": hints, "commands": commands, "games": str(cache.absolute())}
+    how = {name: name in told for name in ("hints", "commands", "brief")}
+    options = {"kind": kind, **how, "games": str(cache.absolute())}
     world = Shown("textworld", options, describe, rules=RULES * rules, workers=workers, timeout_s=timeout_s)
     world.sizes = {split: games if split == "train" else games // 2 for split in ("train", "demo", "valid", "test")}
     return world

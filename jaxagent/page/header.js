@@ -1,6 +1,6 @@
 // What the run was, and what came of it.
 
-const NAMES = { before: "before", after: "after", ablated: "without tool results" };
+const NAMES = { before: "before", after: "after", ablated: "blind" };
 const WARMUP = RUN.warmup_steps;
 
 function facts() {
@@ -83,7 +83,7 @@ function difficulties() {
       EVALS.ablated ? el("td", { class: "soft" }, percent(ablated, 0)) : null,
     );
   };
-  const heads = ["Difficulty", "n", "", "before", "after", ...(EVALS.ablated ? ["no tools"] : [])];
+  const heads = ["Difficulty", "n", "", "before", "after", ...(EVALS.ablated ? ["blind"] : [])];
   return names.length
     ? el(
         "table",

@@ -128,3 +128,13 @@ def test_an_ablated_episode_hides_what_tools_say_and_nothing_else() -> None:
     assert step.messages == [Message("tool", "......", name="look"), Message("user", "well?")]
     assert (step.reward, step.reason, step.state) == (0.5, "because", "t")
     assert inner.closed
+
+
+def test_without_tools_an_ablated_episode_tells_nothing_from_its_beginning_on() -> None:
+    async def play() -> tuple[Step, Step]:
+        env = Ablated(Loud(), mute=True)
+        return await env.reset({}, 0), await env.step(Message("assistant", "look"))
+
+    began, step = asyncio.run(play())
+    assert began == Step([Message("user", "..")], state="s")
+    assert step.messages == [Message("tool", "......", name="look"), Message("user", ".....")]

@@ -92,6 +92,13 @@ def test_four_in_five_cells_are_frozen_before_maps_without_a_way_are_thrown_away
     assert 0.1 < holes < 0.2  # maps that can be crossed have fewer than one in five
 
 
+def test_no_map_of_a_split_is_met_in_another() -> None:
+    world = FrozenLake()
+    maps = [{holes_of(4, world.task(split, i)["seed"]) for i in range(200)} for split in ("train", "demo", "valid", "test")]
+    assert len(set.union(*maps)) == sum(len(each) for each in maps)
+    assert all(len(each) > 50 for each in maps)
+
+
 def test_the_demonstrator_strays_now_and_then_and_arrives_where_it_does_not() -> None:
     tasks = [FrozenLake().task("demo", i) for i in range(60)]
     ends = {}
@@ -106,7 +113,7 @@ def test_the_demonstrator_strays_now_and_then_and_arrives_where_it_does_not() ->
     assert 2 < ends[0.5] < 40
 
 
-@pytest.mark.parametrize("options", [{"size": 1}, {"size": 13}, {"demo_slips": 1.5}])
+@pytest.mark.parametrize("options", [{"size": 2}, {"size": 13}, {"demo_slips": 1.5}])
 def test_lakes_that_cannot_be_are_refused(options: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=rf"env\.options\.{next(iter(options))} must be"):
         FrozenLake(**options)  # type: ignore[arg-type]

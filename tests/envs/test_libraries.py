@@ -7,6 +7,7 @@ import random
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from libraries import ended, faults, made, played
@@ -50,6 +51,21 @@ def test_a_text_adventure_is_won_by_its_walkthrough_and_pays_once(kind: str) -> 
     assert "$$" not in steps[0].messages[0].content  # the library's banner
 
 
+def test_told_in_brief_a_room_is_a_line_and_its_letters_win_as_commands_do() -> None:
+    world = made(textworld.make_world, levels=(103,), held_out=(104,), told=("brief",), rules=False)
+    assert [world.task(split, 0)["level"] for split in ("train", "demo", "valid", "test")] == [103, 103, 104, 104]
+    way = demonstrated(world, 0)
+    assert (len(way), way[-1], set(way[:-1]) <= set("ensw")) == (3, "t", True)
+    spoken = {"e": "go east", "n": "go north", "s": "go south", "w": "go west", "t": "take coin"}
+    for actions in (way, [spoken[letter] for letter in way]):
+        steps = played(world, world.task("demo", 0), ["", "sing", "quit", *actions])
+        lines = [step.messages[0].content for step in steps]
+        assert lines[0] == lines[1] == lines[2] == lines[3]  # nothing has moved
+        assert all(re.fullmatch(r"[a-z -]+ [enstw]+", line) for line in lines)
+        assert [letter in line.split()[-1] for letter, line in zip(way, lines[3:], strict=False)] == [True] * 3
+        assert ([step.reward for step in steps], steps[-1].reason) == ([0.0] * 6 + [1.0], "won")
+
+
 def test_commands_that_end_the_machine_or_write_files_are_no_moves() -> None:
     world = made(textworld.make_world, levels=(2,))
     nothing = ["quit", "Restart", "save\ngame", "\x00", "☃", "", "x" * 5000, "undo. quit", "look. quit. yes"]
@@ -60,10 +76,20 @@ def test_commands_that_end_the_machine_or_write_files_are_no_moves() -> None:
     assert "-= " in steps[-1].messages[0].content
 
 
-def test_what_no_adventure_can_be_is_refused() -> None:
-    for options, named in (({"kind": "maze"}, "kind"), ({"levels": (0,)}, "levels"), ({"games": 1}, "games")):
-        with pytest.raises(ValueError, match=rf"env\.options\.{named} must be"):
-            textworld.make_world(**options)
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"kind": "maze"}, "kind must be"),
+        ({"levels": (0,)}, "levels must be"),
+        ({"held_out": (301,)}, "held_out must be"),
+        ({"games": 1}, "games must be"),
+        ({"kind": "quest", "told": ("brief",)}, "told must be"),
+        ({"told": ("brief", "hints")}, "told must be"),
+    ],
+)
+def test_what_no_adventure_can_be_is_refused(options: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match=rf"env\.options\.{named}"):
+        textworld.make_world(**options)
 
 
 # ---------------------------------------------------------------------- Reasoning Gym

@@ -1,0 +1,61 @@
+"""A tiny policy from scratch collects coins in TextWorld: walkthroughs of few games, then reinforcement on others.
+
+jaxagent env install textworld; jaxagent train --config=configs/textworld_coins.py --workdir=DIR
+
+Beside every room of the way there is a dead end. A walkthrough never enters one, so what is imitated does not know the way back
+out; to come back, and not to try the same exit twice, is left to reinforcement.
+"""
+
+from base import get_config as base
+from ml_collections import ConfigDict
+
+
+def get_config(arg: str = "") -> ConfigDict:
+    """Args: arg: "runlocal" gives a run of seconds that touches every part."""
+    c = base()
+    c.env.name = "textworld"
+    # ways of 2 to 5 rooms, each with a dead end beside it; held out are 5 rooms, in other games, and 7
+    options = {"kind": "coins", "levels": (102, 103, 104, 105), "held_out": (105, 107), "games": 256}
+    c.env.options = ConfigDict({**options, "told": ("brief",), "rules": False})
+
+    c.model.width, c.model.layers, c.model.heads, c.model.ffn_width = 64, 3, 2, 128
+    c.model.tied_head = False
+    c.model.rope_theta = 100.0
+
+    c.agent.max_turns = 16  # who tries no exit twice needs 13 at most for 5 rooms, and 19 for 7, but seldom more than 15
+    c.agent.max_tokens = 320  # a room is 8 to 22 bytes, its header and that of the turn; a command two tokens
+    c.sampling.max_tokens = 3
+    c.engine.slots = 32
+    c.engine.slot_tokens = c.engine.chunk = 320
+    c.engine.decode_tokens = 2
+    c.engine.append_rows = 16
+    c.engine.append_tokens = (24,)
+    c.learner.batch_rows = 8
+    c.learner.row_tokens = 320
+
+    c.algo.name = "gigpo"  # what is done in a room is compared with what else was done in it
+    c.algo.aggregate = "token_mean"
+    c.algo.clip_high = 0.28
+    c.optimizer.lr = 1e-3
+    c.optimizer.lr_final = 1e-4
+    c.train.steps = 50
+    c.train.minibatches = 2
+    c.feed.prompts = 8
+    c.feed.rollouts = 8
+    c.warmup.steps = 70
+    c.warmup.demos = 128  # games, each of which is shown nine times; shown twenty, the choices in them are learnt by heart
+    c.warmup.batch = 16
+    c.warmup_optimizer.lr = 5e-3
+    c.warmup_optimizer.warmup_steps = 20
+    c.evaluate.every = 25
+    c.evaluate.tasks = 64
+    c.evaluate.final_tasks = 128
+
+    if arg == "runlocal":
+        c.env.options.levels, c.env.options.held_out = (2, 102), (3, 103)
+        c.model.layers, c.agent.max_turns = 2, 6
+        c.agent.max_tokens = c.engine.slot_tokens = c.engine.chunk = c.learner.row_tokens = 160
+        c.warmup.steps, c.warmup.demos, c.warmup.batch = 4, 4, 4
+        c.train.steps, c.feed.prompts, c.feed.rollouts = 2, 2, 4
+        c.evaluate.every, c.evaluate.tasks, c.evaluate.final_tasks = 1, 4, 4
+    return c
