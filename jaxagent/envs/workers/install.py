@@ -144,7 +144,7 @@ def install(name: str, python: str = "") -> Path:
     """Makes the environment of a world anew and installs into it; returns it.
 
     Args:
-        python: the interpreter to make it with; by default this one, or one in PATH, of a version that the library runs on.
+        python: the interpreter to make it with; by default this one, or one that is found, of a version that will do.
 
     Raises ValueError where no interpreter fits, the installation fails, or what was installed cannot be imported.
     """
@@ -220,13 +220,32 @@ def _interpreter(name: str, library: Library) -> str:
     mine = f"{sys.version_info.major}.{sys.version_info.minor}"
     if mine in library.pythons:
         return sys.executable
-    found = (shutil.which(f"python{version}") for version in library.pythons)
-    if chosen := next(filter(None, found), None):
+    found = (python for version in library.pythons for python in _pythons(version))
+    if chosen := next(filter(_makes_environments, found), None):
         return chosen
     raise ValueError(
-        f"{name} runs on Python {', '.join(library.pythons)}; this is {mine} and none of them is in PATH: "
+        f"{name} runs on Python {', '.join(library.pythons)}; this is {mine}, and none of them that has venv is in PATH: "
         f"install one, or name it: jaxagent env install {name} --python=/path/to/python{library.pythons[0]}"
     )
+
+
+def _pythons(version: str) -> list[str]:
+    """Interpreters of a version: in PATH, or where pyenv and uv keep those that no PATH leads to."""
+    kept = (
+        (Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv", "versions"), f"{version}.*"),
+        (Path.home() / ".local" / "share" / "uv" / "python", f"cpython-{version}.*"),
+    )
+    apart = [str(path) for root, homes in kept for path in sorted(root.glob(f"{homes}/bin/python{version}"))]
+    in_path = shutil.which(f"python{version}")
+    return [in_path, *apart] if in_path else apart
+
+
+def _makes_environments(python: str) -> bool:
+    """Whether an interpreter runs, which pyenv's stand-in for one that is not chosen does not, and has what venv needs."""
+    try:
+        return subprocess.run([python, "-c", "import ensurepip, venv"], capture_output=True, timeout=60.0).returncode == 0
+    except (OSError, subprocess.TimeoutExpired):
+        return False
 
 
 def _run(command: list[str], fault: str) -> None:
