@@ -99,9 +99,16 @@ LIBRARIES = {
     ),
     # Its own metadata end at 3.12.0, and it pins another version of Reasoning Gym.
     "gem": Library(("gem-llm==0.1.0",), ("gem",), ("3.11",), apart=True, memory_mb=200, variables=("NLTK_DATA",)),
-    # It pins transformers of last year, and takes twenty seconds of a core to import.
+    # It pins transformers of last year, and takes twenty seconds of a core to import. The others are what fits its pins: pip,
+    # left to find them, downloads dozens of versions of each.
     "debug_gym": Library(
-        ("debug-gym==1.3.0",), ("debug_gym",), ("3.12", "3.13"), apart=True, memory_mb=400, start_s=600.0, confined=True
+        ("debug-gym==1.3.0", "litellm==1.80.0", "sglang==0.5.2", "huggingface-hub==0.36.2"),
+        ("debug_gym",),
+        ("3.12", "3.13"),
+        apart=True,
+        memory_mb=400,
+        start_s=600.0,
+        confined=True,
     ),
 }
 
@@ -154,12 +161,13 @@ def install(name: str, python: str = "") -> Path:
     home = folder() / name
     shutil.rmtree(home, ignore_errors=True)
     home.parent.mkdir(parents=True, exist_ok=True)
-    _run([chosen, "-m", "venv", str(home)], f"{chosen} cannot make a virtual environment in {home}")
+    log = home.with_name(f"{name}.log")
+    _run([chosen, "-m", "venv", str(home)], f"{chosen} cannot make a virtual environment in {home}", log)
     inside = str(_python_in(home))
     pip = [inside, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *wanted]
-    _run(pip, f"pip could not install {', '.join(wanted)}")
+    _run(pip, f"pip could not install {', '.join(wanted)}", log)
     imports = "; ".join(f"import {module}" for module in library.modules)
-    _run([inside, "-c", imports], f"{name} was installed in {home}, but cannot be imported")
+    _run([inside, "-c", imports], f"{name} was installed in {home}, but cannot be imported", log)
     (home / "installed.json").write_text(json.dumps(wanted))
     return home
 
@@ -248,12 +256,14 @@ def _makes_environments(python: str) -> bool:
         return False
 
 
-def _run(command: list[str], fault: str) -> None:
-    """Raises ValueError with the last line that a command wrote, where it fails."""
+def _run(command: list[str], fault: str, log: Path) -> None:
+    """Raises ValueError with the error that a command wrote, where it fails; all that it wrote is in `log` then."""
     try:
         done = subprocess.run(command, capture_output=True, text=True)
     except OSError as error:
         raise ValueError(f"{fault}: {command[0]}: {error.strerror}") from None
     if done.returncode:
-        said = [line.strip() for line in f"{done.stdout}\n{done.stderr}".splitlines() if line.strip()]
-        raise ValueError(f"{fault}: {said[-1] if said else f'status {done.returncode}'}")
+        log.write_text(f"{done.stdout}\n{done.stderr}")
+        said = [line.strip() for line in log.read_text().splitlines() if line.strip()] or [f"status {done.returncode}"]
+        errors = [line for line in said if line.lower().startswith("error")]  # pip's last line is often but a hint
+        raise ValueError(f"{fault}: {(errors or said)[-1]} (all that it wrote: {log})")

@@ -74,11 +74,14 @@ def test_an_installation_that_fails_is_told_in_a_sentence_and_is_none(
     monkeypatch.setitem(LIBRARIES, "there", Library(("/nowhere/at_all-1.0-py3-none-any.whl",), ("at_all",), (MINE,)))
     python = tmp_path / "python"  # a venv takes seconds to make
     python.write_text(
-        '#!/bin/sh\n[ "$2" = venv ] && mkdir -p "$3/bin" && cp "$0" "$3/bin/python" && exit\necho no wheel; exit 1\n'
+        '#!/bin/sh\n[ "$2" = venv ] && mkdir -p "$3/bin" && cp "$0" "$3/bin/python" && exit\n'
+        'echo "ERROR: no wheel"; echo hint; exit 1\n'
     )
     python.chmod(0o755)
     assert main(["env", "install", "there", f"--python={python}"]) == 2
-    assert capsys.readouterr().err == "pip could not install /nowhere/at_all-1.0-py3-none-any.whl: no wheel\n"
+    log = envs / "there.log"
+    said = f"pip could not install /nowhere/at_all-1.0-py3-none-any.whl: ERROR: no wheel (all that it wrote: {log})\n"
+    assert capsys.readouterr().err == said and "hint" in log.read_text()
     with pytest.raises(ValueError, match="is not installed"):
         python_of("there")
     assert main(["env", "install", "there", "--python=/nowhere/python"]) == 2
