@@ -38,7 +38,8 @@ _STEADY_RUNS = 5  # in the other interpreter: with the first one, a test that fa
 
 
 def statement(package: str, said: str) -> str:
-    """The problem in words, from what the first failing test said, without its name or place."""
+    """The problem in words, from what the first failing test said, without its name or place, or an address in memory."""
+    said = re.sub(r" at 0x[0-9a-f]+", "", said)
     lines = [line.rstrip() for line in said.strip().splitlines() if not re.search(r"test_\w+|\.py:\d+", line)]
     seen = "\n".join(f"    {line[:200]}" for line in lines[:_STATEMENT_LINES])
     what = f"This was seen, where it should hold or not be raised:\n\n{seen}" if seen else "A part of it gives wrong results."

@@ -117,6 +117,7 @@ def test_what_rows_say_is_what_pytest_says_of_their_trees_with_the_bug(rows: lis
             text=True,
             check=False,
         ).stdout
+        said = re.sub(r" at 0x[0-9a-f]+", "", said)
         for field, word in (("FAIL_TO_PASS", "FAILED"), ("PASS_TO_PASS", "PASSED")):
             assert all(re.search(rf"^{word} {re.escape(name)}( |$)", said, re.MULTILINE) for name in json.loads(row[field]))
         seen = [line.strip() for line in row["problem_statement"].splitlines() if line.startswith("    ")]
@@ -133,11 +134,12 @@ def test_a_bug_is_kept_that_some_tests_notice_and_not_most(passed: set[str], tas
     assert kept(None, {"a"}) is False
 
 
-def test_a_statement_names_no_test() -> None:
+def test_a_statement_names_no_test_and_no_address() -> None:
     said = statement(
-        "towns", "AssertionError: assert 3 == 4\n +  where 3 = people('Ulm')\ntests/test_towns.py:7: in test_people"
+        "towns",
+        "assert 3 == 4\n +  where 3 = <function people at 0x7f8a>('Ulm')\ntests/test_towns.py:7: in test_people",
     )
-    assert "assert 3 == 4" in said and "people('Ulm')" in said and "test_" not in said
+    assert "assert 3 == 4" in said and "<function people>('Ulm')" in said and "test_" not in said
     assert "wrong results" in statement("towns", "")
 
 
