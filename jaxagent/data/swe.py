@@ -2,10 +2,11 @@
 
     jaxagent swe --source inflection==0.5.1 semver-3.1.1.tar.gz --to=tasks.jsonl --count=50
 
-Every row has SWE-bench's fields and is whole in itself: `files` is the tree with its bug, `test_files` are the tests that grade
-it. `patch` is the fix. A bug is kept where at least one test fails by it (FAIL_TO_PASS) and one does not (PASS_TO_PASS), where
-it does so twice, and where at most half of the tests fail. Tests that do not pass without a bug in two interpreters are left
-out of everything. Nothing of the past is in a row: no history, no version control, and the fix nowhere but in `patch`.
+Every row has SWE-bench's fields and is whole in itself: `files` is the tree with its bug, `test_files` are the tests that
+grade it. `patch` is the fix. A bug is kept where at least one test fails by it (FAIL_TO_PASS) and one does not
+(PASS_TO_PASS), where it does so twice, where no test fails that does not run its lines, and where at most half of the tests
+fail. Tests that do not pass without a bug every time, in two interpreters, are left out of everything. Nothing of the past
+is in a row: no history, no version control, and the fix nowhere but in `patch`.
 
 The packages' own code runs here, with and without bugs, under limits of time, memory and file size: take those you trust.
 """
@@ -33,10 +34,12 @@ from jaxagent.data.packages import Package, fetch, listed, read_package
 from jaxagent.data.trials import Outcomes, Run, Runner, Seen, touching
 
 _STATEMENT_LINES = 12
+_STEADY_RUNS = 5  # in the other interpreter: with the first one, a test that fails half of the time is kept once in 64
 
 
 def statement(package: str, said: str) -> str:
-    """The problem in words, from what the first failing test said, without its name or place."""
+    """The problem in words, from what the first failing test said, without its name or place, or an address in memory."""
+    said = re.sub(r" at 0x[0-9a-f]+", "", said)
     lines = [line.rstrip() for line in said.strip().splitlines() if not re.search(r"test_\w+|\.py:\d+", line)]
     seen = "\n".join(f"    {line[:200]}" for line in lines[:_STATEMENT_LINES])
     what = f"This was seen, where it should hold or not be raised:\n\n{seen}" if seen else "A part of it gives wrong results."
@@ -129,17 +132,20 @@ def _passed_elsewhere(package: Package, timeout_s: float) -> set[str]:
 
 def _passed(package: Package, timeout_s: float) -> set[str]:
     with tempfile.TemporaryDirectory() as folder:
-        told = Runner(package, Path(folder, "tree"), timeout_s).outcomes()
-    return told.passed if told else set()
+        runner = Runner(package, Path(folder, "tree"), timeout_s)
+        runner.warm()
+        every = [runner.outcomes() for _ in range(_STEADY_RUNS)]
+    return set.intersection(*(told.passed if told else set() for told in every))
 
 
 def _noticed(runner: Runner, reached: frozenset[str], stable: set[str]) -> Outcomes | None:
-    """What all tests say of a tree with a bug, if it makes a task, and those that reach it say it twice."""
+    """What all tests say of a tree with a bug, if it makes a task, those that reach it say it twice, and the others pass."""
     first = runner.outcomes(Run(only=reached))
     if first is None or not reached - first.passed:
         return None
     outcomes = runner.outcomes()
-    return outcomes if kept(outcomes, stable) and outcomes and outcomes.passed & reached == first.passed else None
+    alike = outcomes is not None and outcomes.passed & stable == first.passed | stable - reached
+    return outcomes if alike and kept(outcomes, stable) else None
 
 
 def _made(source: str, folder: Path, count: int, seed: int, timeout_s: float) -> Made | str:

@@ -28,8 +28,7 @@ def longest(paths):
             best = path
     return best
 ''',
-    "tests/test_walk.py": """import random
-import time
+    "tests/test_walk.py": """from pathlib import Path
 
 import pytest
 
@@ -53,8 +52,10 @@ def test_longest():
     assert longest([[1, 2], [1, 9], [3, 3]]) == [1, 9]
 
 
-def test_flaky():
-    assert random.Random(time.time_ns()).random() < 0.0
+def test_flaky():  # it fails the third time in a tree
+    runs = Path.home() / "runs"
+    runs.write_text(runs.read_text() + "." if runs.exists() else ".")
+    assert len(runs.read_text()) != 3
 
 
 @pytest.mark.parametrize("name", ["a"], ids=[str(hash("a"))])
@@ -68,8 +69,16 @@ def test_constant():
 }
 
 
+# What may lie beside them, and would tell what was right.
+PAST = {
+    ".git/ORIG_HEAD": "0" * 40,
+    "build/lib/pathlen/walk.py": FILES["src/pathlen/walk.py"],
+    "src/pathlen/__pycache__/walk.cpython-311.pyc": FILES["src/pathlen/walk.py"],
+}
+
+
 def write(folder: Path) -> Path:
-    for path, text in FILES.items():
+    for path, text in {**FILES, **PAST}.items():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / path).write_text(text)
     return folder

@@ -78,7 +78,8 @@ def test_a_planted_bug_is_repaired_for_one_and_nothing_of_it_is_left_for_the_nex
     )
     repair = call("edit", path="adder.py", start=5, end=5, new_code="    return a + b")
     steps = played(world, 0, [mess, call("view", path="adder.py"), cheat, call("eval"), repair, call("submit")])
-    assert "Sums are wrong." in said(steps[0]) and "1 failed, 1 passed" in said(steps[0])
+    assert "Sums are wrong." in said(steps[0]) and said(steps[0]).endswith("1 failed, 1 passed")
+    assert "function add" in said(steps[0]) and " at 0x" not in said(steps[0])  # it begins alike every time
     assert "No such file" in said(steps[1])
     assert "return a - b" in said(steps[2])
     assert "1 failed, 1 passed" in said(steps[4])  # the tests are those of the task again

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import os
 import sys
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +135,31 @@ def test_nothing_but_a_repair_earns_anything(attempt: str, server: EmbeddedServe
 def test_what_is_added_beside_a_repair_does_no_harm(server: EmbeddedServer, world: Swe) -> None:
     row = play(server, world, *AROUND, FIX)
     assert row.outcome == 1.0
+
+
+def users(words: dict[str, bytes], until: threading.Event) -> dict[str, set[int]]:
+    """Whose the processes were, as this machine counts users, in whose command the words stood."""
+    found: dict[str, set[int]] = {name: set() for name in words}
+    while not until.wait(0.02):
+        for place in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):  # it ended
+                command = (place / "cmdline").read_bytes()
+                for name in (name for name, word in words.items() if word in command):
+                    found[name].add(place.stat().st_uid)
+    return found
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root has other users to give")
+def test_a_repair_is_graded_by_a_user_that_is_not_the_policys(server: EmbeddedServer, world: Swe) -> None:
+    ended = threading.Event()
+    with ThreadPoolExecutor() as pool:
+        words = {"policy": b"sleep\x001.0625", "tests": b"pytest_runtest_logreport"}
+        seen = pool.submit(users, words, ended)
+        row = play(server, world, FIX, call("bash", command="sleep 1.0625"))
+        ended.set()
+    assert row.outcome == 1.0
+    policy, tests = seen.result()["policy"], seen.result()["tests"]
+    assert policy and tests and not policy & tests and 0 not in policy | tests
 
 
 def test_an_unreadable_turn_and_an_unknown_tool_are_observations(server: EmbeddedServer, world: Swe) -> None:

@@ -6,6 +6,7 @@ whatever was written is removed.
 
 import contextlib
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -26,6 +27,8 @@ _SETTINGS = {"conftest.py", "__pycache__"}
 # pytest is imported before anything of the tree can be, and takes its settings from nowhere, as where the tasks are made.
 _PYTEST = "import os, sys, pytest; sys.path[:0] = map(os.path.abspath, {roots!r}); sys.exit(pytest.main(sys.argv[1:]))"
 _ARGUMENTS = "-q -p no:cacheprovider -c /dev/null --rootdir=. --confcutdir=. -o addopts="
+# What differs from run to run of the same tests: the time they took, and where objects were.
+_CHANCE = re.compile(r" in \d+\.\d\ds(?: \(\d+:\d\d:\d\d\))?$| at 0x[0-9a-f]+", re.MULTILINE)
 _MOST = 20_000  # letters of an observation
 _READ = 4 << 20  # bytes of what a command wrote
 
@@ -108,13 +111,15 @@ class World:
             self.env.add_tool(Toolbox.get_tool(name))
         info = self.env.reset()
         self.score = int(info.score)
-        return {"text": "\n".join([task["problem_statement"], *(seen.observation for seen in info.all_observations)])[:_MOST]}
+        seen = _CHANCE.sub("", "\n".join(seen.observation for seen in info.all_observations))
+        return {"text": f"{task['problem_statement']}\n{seen}"[:_MOST]}
 
     def step(self, action: dict[str, Any]) -> dict[str, Any]:
         call = ToolCall(id="call", name=action["name"], arguments=action["arguments"])
         info = self.env.step(call)
         gained, self.score = int(info.score) - self.score, int(info.score)
-        text = "\n".join(seen.observation for seen in info.all_observations)[:_MOST]
+        text = "\n".join(seen.observation for seen in info.all_observations)
+        text = (_CHANCE.sub("", text) if action["name"] in ("eval", "submit") else text)[:_MOST]
         done = bool(info.terminated) or action["name"] == "submit"
         reason = "all tests pass" if info.resolved else "handed in with failing tests" if done else ""
         return {"text": text, "reward": float(gained), "done": done, "reason": reason}

@@ -100,9 +100,16 @@ LIBRARIES = {
     ),
     # Its own metadata end at 3.12.0, and it pins another version of Reasoning Gym.
     "gem": Library(("gem-llm==0.1.0",), ("gem",), ("3.11",), apart=True, memory_mb=200, variables=("NLTK_DATA",)),
-    # It pins transformers of last year, and takes twenty seconds of a core to import.
+    # It pins transformers of last year, and takes twenty seconds of a core to import. The others are what fits its pins: pip,
+    # left to find them, downloads dozens of versions of each.
     "debug_gym": Library(
-        ("debug-gym==1.3.0",), ("debug_gym",), ("3.12", "3.13"), apart=True, memory_mb=400, start_s=600.0, confined=True
+        ("debug-gym==1.3.0", "litellm==1.80.0", "sglang==0.5.2", "huggingface-hub==0.36.2"),
+        ("debug_gym",),
+        ("3.12", "3.13"),
+        apart=True,
+        memory_mb=400,
+        start_s=600.0,
+        confined=True,
     ),
 }
 
@@ -145,7 +152,7 @@ def install(name: str, python: str = "") -> Path:
     """Makes the environment of a world anew and installs into it; returns it.
 
     Args:
-        python: the interpreter to make it with; by default this one, or one in PATH, of a version that the library runs on.
+        python: the interpreter to make it with; by default this one, or one that is found, of a version that will do.
 
     Raises ValueError where no interpreter fits, the installation fails, or what was installed cannot be imported.
     """
@@ -155,12 +162,13 @@ def install(name: str, python: str = "") -> Path:
     home = folder() / name
     shutil.rmtree(home, ignore_errors=True)
     home.parent.mkdir(parents=True, exist_ok=True)
-    _run([chosen, "-m", "venv", str(home)], f"{chosen} cannot make a virtual environment in {home}")
+    log = home.with_name(f"{name}.log")
+    _run([chosen, "-m", "venv", str(home)], f"{chosen} cannot make a virtual environment in {home}", log)
     inside = str(_python_in(home))
     pip = [inside, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *wanted]
-    _run(pip, f"pip could not install {', '.join(wanted)}")
+    _run(pip, f"pip could not install {', '.join(wanted)}", log)
     imports = "; ".join(f"import {module}" for module in library.modules)
-    _run([inside, "-c", imports], f"{name} was installed in {home}, but cannot be imported")
+    _run([inside, "-c", imports], f"{name} was installed in {home}, but cannot be imported", log)
     (home / "installed.json").write_text(json.dumps(wanted))
     return home
 
@@ -222,21 +230,42 @@ def _interpreter(name: str, library: Library) -> str:
     mine = f"{sys.version_info.major}.{sys.version_info.minor}"
     if mine in library.pythons:
         return sys.executable
-    found = (shutil.which(f"python{version}") for version in library.pythons)
-    if chosen := next(filter(None, found), None):
+    found = (python for version in library.pythons for python in _pythons(version))
+    if chosen := next(filter(_makes_environments, found), None):
         return chosen
     raise ValueError(
-        f"{name} runs on Python {', '.join(library.pythons)}; this is {mine} and none of them is in PATH: "
+        f"{name} runs on Python {', '.join(library.pythons)}; this is {mine}, and none of them that has venv is in PATH: "
         f"install one, or name it: jaxagent env install {name} --python=/path/to/python{library.pythons[0]}"
     )
 
 
-def _run(command: list[str], fault: str) -> None:
-    """Raises ValueError with the last line that a command wrote, where it fails."""
+def _pythons(version: str) -> list[str]:
+    """Interpreters of a version: in PATH, or where pyenv and uv keep those that no PATH leads to."""
+    kept = (
+        (Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv", "versions"), f"{version}.*"),
+        (Path.home() / ".local" / "share" / "uv" / "python", f"cpython-{version}.*"),
+    )
+    apart = [str(path) for root, homes in kept for path in sorted(root.glob(f"{homes}/bin/python{version}"))]
+    in_path = shutil.which(f"python{version}")
+    return [in_path, *apart] if in_path else apart
+
+
+def _makes_environments(python: str) -> bool:
+    """Whether an interpreter runs, which pyenv's stand-in for one that is not chosen does not, and has what venv needs."""
+    try:
+        return subprocess.run([python, "-c", "import ensurepip, venv"], capture_output=True, timeout=60.0).returncode == 0
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+
+
+def _run(command: list[str], fault: str, log: Path) -> None:
+    """Raises ValueError with the error that a command wrote, where it fails; all that it wrote is in `log` then."""
     try:
         done = subprocess.run(command, capture_output=True, text=True)
     except OSError as error:
         raise ValueError(f"{fault}: {command[0]}: {error.strerror}") from None
     if done.returncode:
-        said = [line.strip() for line in f"{done.stdout}\n{done.stderr}".splitlines() if line.strip()]
-        raise ValueError(f"{fault}: {said[-1] if said else f'status {done.returncode}'}")
+        log.write_text(f"{done.stdout}\n{done.stderr}")
+        said = [line.strip() for line in log.read_text().splitlines() if line.strip()] or [f"status {done.returncode}"]
+        errors = [line for line in said if line.lower().startswith("error")]  # pip's last line is often but a hint
+        raise ValueError(f"{fault}: {(errors or said)[-1]} (all that it wrote: {log})")

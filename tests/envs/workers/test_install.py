@@ -74,11 +74,14 @@ def test_an_installation_that_fails_is_told_in_a_sentence_and_is_none(
     monkeypatch.setitem(LIBRARIES, "there", Library(("/nowhere/at_all-1.0-py3-none-any.whl",), ("at_all",), (MINE,)))
     python = tmp_path / "python"  # a venv takes seconds to make
     python.write_text(
-        '#!/bin/sh\n[ "$2" = venv ] && mkdir -p "$3/bin" && cp "$0" "$3/bin/python" && exit\necho no wheel; exit 1\n'
+        '#!/bin/sh\n[ "$2" = venv ] && mkdir -p "$3/bin" && cp "$0" "$3/bin/python" && exit\n'
+        'echo "ERROR: no wheel"; echo hint; exit 1\n'
     )
     python.chmod(0o755)
     assert main(["env", "install", "there", f"--python={python}"]) == 2
-    assert capsys.readouterr().err == "pip could not install /nowhere/at_all-1.0-py3-none-any.whl: no wheel\n"
+    log = envs / "there.log"
+    said = f"pip could not install /nowhere/at_all-1.0-py3-none-any.whl: ERROR: no wheel (all that it wrote: {log})\n"
+    assert capsys.readouterr().err == said and "hint" in log.read_text()
     with pytest.raises(ValueError, match="is not installed"):
         python_of("there")
     assert main(["env", "install", "there", "--python=/nowhere/python"]) == 2
@@ -100,10 +103,36 @@ def test_a_program_that_is_missing_and_a_python_that_is_are_told(envs: Path, mon
     with pytest.raises(ValueError, match="it needs the program no_such_program, which is not in PATH"):
         python_of("here")
     monkeypatch.setitem(LIBRARIES, "here", Library(("json==1",), ("json",), pythons=("2.9",)))
-    with pytest.raises(ValueError, match=rf"here runs on Python 2\.9; this is {MINE} and none of them is in PATH"):
+    with pytest.raises(
+        ValueError, match=rf"here runs on Python 2\.9; this is {MINE}, and none of them that has venv is in PATH"
+    ):
         install.install("here")
     with pytest.raises(ValueError, match="'nothing' is no world that can be installed; there are textworld"):
         install.install("nothing")
+
+
+def test_an_environment_is_made_by_an_interpreter_that_runs_and_not_by_the_name_of_one(
+    envs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(LIBRARIES, "there", Library(("/nowhere/at_all-1.0-py3-none-any.whl",), ("at_all",), ("2.9",)))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("PATH", f"{tmp_path / 'shims'}:/bin:/usr/bin")
+    monkeypatch.setenv("PYENV_ROOT", str(tmp_path / "pyenv"))
+
+    def program(path: Path, text: str) -> None:
+        path.parent.mkdir(parents=True)
+        path.write_text(f"#!/bin/sh\n{text}\n")
+        path.chmod(0o755)
+
+    program(tmp_path / "shims" / "python2.9", "echo not chosen >&2; exit 127")
+    with pytest.raises(ValueError, match=r"runs on Python 2\.9; .* none of them that has venv is in PATH"):
+        install.install("there")
+    program(tmp_path / ".local/share/uv/python/cpython-2.9.4-linux/bin/python2.9", '[ "$1" = -c ] && exit; echo of uv; exit 1')
+    with pytest.raises(ValueError, match=r"/uv/python/.* cannot make a virtual environment in .*: of uv"):
+        install.install("there")
+    program(tmp_path / "pyenv/versions/2.9.1/bin/python2.9", '[ "$1" = -c ] && exit; echo of pyenv; exit 1')
+    with pytest.raises(ValueError, match=r"cannot make a virtual environment in .*: of pyenv"):
+        install.install("there")
 
 
 def test_the_list_says_of_every_world_whether_it_can_be_played(
