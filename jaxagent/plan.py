@@ -23,6 +23,7 @@ from jaxagent.compiled import collectives, summary
 from jaxagent.engine.engine import EngineOptions, used_lengths
 from jaxagent.envs import env as envs
 from jaxagent.learner import Learner, LearnerOptions
+from jaxagent.models.attention_cudnn import SHORT
 from jaxagent.models.transformer import Decoder, DecoderConfig, params_of
 from jaxagent.objective import ProcessObjective
 from jaxagent.parts import faults, policy_shape, use_devices
@@ -230,14 +231,20 @@ def gradient_temporaries(learner: Learner) -> int:
     scores = (3 if o.remat == "full" else 2) * s.rows * s.N * s.row_tokens**2 * 4 if square else 0
     layer = s.tokens * (2 * s.F + 2 * s.D) * s.width_bytes
     head = 2 * min(o.head_chunk, s.tokens) * s.V * 4
-    weights = size_bytes(learner.trained)
+    weights, cudnn = size_bytes(learner.trained), learner.attention.name == "cudnn"
+    short = 0
+    if cudnn:  # it leaves short segments to XLA: their scores and the gradient of these, in float32 and in bfloat16
+        short = s.tokens * s.N * 2 * min(SHORT, s.row_tokens) * 2 * (4 + 2)
+        layers = size_bytes(learner.trained.get("blocks", {}))  # gradients in bfloat16 until they are summed, tables' are not
+        weights = layers // 2 + (weights - layers) * (2 if learner.config.tied_head else 1)  # of head and embedding apart
     narrowed = size_bytes(learner.params) // 2 if o.dtype == "bfloat16" else 0
     gathered = 0
     if learner.mesh.size["fsdp"] * learner.mesh.size["expert"] > 1:
         each = sum(x.size for x in jax.tree.leaves(learner.params["blocks"])) / (s.L * learner.mesh.size["tensor"])
         each /= learner.mesh.size["expert"] if learner.config.experts else 1
         gathered = int(2 * each * s.width_bytes) + s.V * s.D * (s.width_bytes + 4)
-    return weights + narrowed + s.L * s.tokens * kept * s.width_bytes + scores + layer + head + gathered
+    work = max(layer + short, head) if cudnn else scores + layer + head
+    return weights + narrowed + s.L * s.tokens * kept * s.width_bytes + work + gathered
 
 
 def update_temporaries(learner: Learner) -> int:

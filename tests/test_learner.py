@@ -260,12 +260,13 @@ def test_a_step_without_rows_moves_nothing(learner: Callable[..., Learner]) -> N
     assert metrics["policy/grad_norm"] == metrics["policy/tokens"] == 0.0
 
 
-def test_warming_up_changes_nothing(learner: Callable[..., Learner]) -> None:
-    trainer, batches = learner(), packs(random_rows(3))
-    before = jax.device_get(trainer.state())
+def test_warming_up_changes_nothing_and_copies_nothing(learner: Callable[..., Learner]) -> None:
+    trainer, other, batches = learner(), learner(), packs(random_rows(3))
+    given = jax.tree.leaves(trainer.state())
     trainer.warm_up()
-    jax.tree.map(np.testing.assert_array_equal, before, jax.device_get(trainer.state()))
-    assert_same(gradient(trainer, batches)[0], gradient(learner(), batches)[0])
+    assert all(x.is_deleted() for x in given)  # updated in place
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(other.state()), jax.device_get(trainer.state()))
+    assert_same(gradient(trainer, batches)[0], gradient(other, batches)[0])
 
 
 # ---------------------------------------------------------------------- with the engine and the credit of groups
