@@ -36,13 +36,13 @@ from gpu_engine import MODELS, ceilings, profile, shape_of
 from jaxagent.algos.table import TABLE
 from jaxagent.data.pack import Batch, Row, fill, pack, unpack
 from jaxagent.engine.engine import Engine
+from jaxagent.estimates import gradient_temporaries, update_temporaries
 from jaxagent.learner import Learner, LearnerOptions, OptimizerOptions
 from jaxagent.models.attention_blocked import Blocked
 from jaxagent.models.attention_choice import NAMES, Choice
 from jaxagent.models.attention_context import over_mesh
 from jaxagent.models.attention_cudnn import Cudnn
 from jaxagent.models.transformer import REMAT, Decoder, DecoderConfig, Params, params_of
-from jaxagent.plan import gradient_temporaries, update_temporaries
 from jaxagent.sharding import DeviceMesh
 from jaxagent.topology import active_weights, devices_of, kernels_for, size_bytes, uncached
 from jaxagent.types import Sample, SampleRequest, Sampling, sampling_key

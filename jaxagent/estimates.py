@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import jax
 
 from jaxagent.learner import Learner
+from jaxagent.models.attention_cudnn import SHORT
 from jaxagent.sharding import DeviceMesh
 from jaxagent.topology import EngineShapes, size_bytes
 
@@ -66,7 +67,12 @@ def gradient_temporaries(learner: Learner) -> int:
         pairs = s.tokens * learner.mesh.size["expert"] * learner.config.experts_per_token
         layer = int(pairs * (3.5 * s.D + 9 * s.F / learner.config.experts_per_token) * s.width_bytes)
     head = 2 * min(o.head_chunk, s.tokens) * s.V * 4
-    weights = size_bytes(learner.trained)
+    weights, cudnn = size_bytes(learner.trained), learner.attention.name == "cudnn"
+    short = 0
+    if cudnn:  # it leaves short segments to XLA: their scores and the gradient of these, in float32 and in bfloat16
+        short = s.tokens * s.N * 2 * min(SHORT, s.row_tokens) * 2 * (4 + 2)
+        layers = size_bytes(learner.trained.get("blocks", {}))  # gradients in bfloat16 until they are summed, tables' are not
+        weights = layers // 2 + (weights - layers) * (2 if learner.config.tied_head else 1)  # of head and embedding apart
     wide = [w for w in jax.tree.leaves(learner.params) if w.dtype.itemsize == 4]
     narrowed = size_bytes(wide) // 2 if o.dtype == "bfloat16" else 0
     kept_all = s.L * s.tokens * kept * s.width_bytes
@@ -75,7 +81,7 @@ def gradient_temporaries(learner: Learner) -> int:
         each = sum(x.size for x in jax.tree.leaves(learner.params["blocks"])) / (s.L * learner.mesh.size["tensor"])
         each /= learner.mesh.size["expert"] if learner.config.experts else 1
         whole, table = int(_layers_whole(learner.mesh) * each * s.width_bytes), s.V * s.D * (s.width_bytes + 4)
-    in_layers, in_head = weights + scores + layer + whole, head + table
+    in_layers, in_head = weights + scores + short + layer + whole, head + table
     # For GPUs the head's work is over before the layers' gradients are there; for others, they are counted side by side.
     both = max(in_layers, in_head) if learner.mesh.platform == "gpu" else in_layers + in_head
     return narrowed + kept_all + both

@@ -219,10 +219,15 @@ class Learner:
         return metrics | (balance(jax.device_get(acc["router"])) if acc["router"] else {})
 
     def warm_up(self) -> None:
-        """Compiles accumulation and update on empty rows, without changing anything."""
+        """Compiles accumulation and update on empty rows, without changing anything.
+
+        The update takes the weights and moments themselves, as it will, and a gradient of nothing leaves them as they are:
+        copies of them would be the most that a run of large weights ever holds.
+        """
         acc = self._accumulate(self.trained, self.frozen, self._new_acc(), self._put(self.empty()), np.bool_(True))
-        copies = jax.tree.map(jnp.copy, (self.trained, self.opt_state))
-        jax.block_until_ready(self._apply(*copies, acc, np.float32(1.0), self._optimizer.numbers(0.0)))
+        numbers = self._optimizer.numbers(0.0)
+        self.trained, self.opt_state, _ = self._apply(self.trained, self.opt_state, acc, np.float32(1.0), numbers)
+        jax.block_until_ready((self.trained, self.opt_state))
 
     def held(self) -> dict[str, Any]:
         """What a step holds besides the weights, as shapes with placements: the moments and the sums over micro-batches."""

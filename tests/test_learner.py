@@ -260,10 +260,11 @@ def test_a_step_without_rows_moves_nothing(learner: Callable[..., Learner]) -> N
     assert metrics["policy/grad_norm"] == metrics["policy/tokens"] == 0.0
 
 
-def test_warming_up_changes_nothing(learner: Callable[..., Learner]) -> None:
+def test_warming_up_changes_nothing_and_copies_nothing(learner: Callable[..., Learner]) -> None:
     trainer, batches = learner(), packs(random_rows(3))
-    before = jax.device_get(trainer.state())
+    given, before = jax.tree.leaves(trainer.state()), jax.device_get(jax.tree.map(jnp.copy, trainer.state()))
     trainer.warm_up()
+    assert all(x.is_deleted() for x in given)  # updated in place
     jax.tree.map(np.testing.assert_array_equal, before, jax.device_get(trainer.state()))
     assert_same(gradient(trainer, batches)[0], gradient(learner(), batches)[0])
 

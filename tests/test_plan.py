@@ -10,12 +10,18 @@ from typing import Any
 
 import jax
 import pytest
+from flax import nnx
 from ml_collections import ConfigDict
 
 from jaxagent import config as configs
 from jaxagent.__main__ import main as command
+from jaxagent.algos.table import choose
 from jaxagent.compiled import Collective, collectives
+from jaxagent.estimates import gradient_temporaries
+from jaxagent.learner import Learner, LearnerOptions
+from jaxagent.models.transformer import Decoder, params_of
 from jaxagent.plan import Shapes, compiled, does_not_fit, forecast, held_bytes, iteration, lines, measures, peaks
+from jaxagent.sharding import DeviceMesh
 from jaxagent.topology import CHIPS, EngineShapes, linked_bytes, roofline_s, size_bytes, uncached
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -220,3 +226,17 @@ def test_the_real_programs_are_compiled_for_chips_that_are_not_here() -> None:
     assert any(line.startswith("  decode") for line in lines(told))
     told["memory_bytes"] = 1000
     assert "a v5e has" in does_not_fit(told) and "estimate" not in does_not_fit(told)
+
+
+@pytest.mark.parametrize(("sizes", "measured"), [((896, 24, 14, 64, 4864), 18.67e9), ((1536, 28, 12, 128, 8960), 41.49e9)])
+def test_what_a_learner_holds_beside_cudnn_is_what_was_measured_on_a_gpu(sizes: tuple[int, ...], measured: float) -> None:
+    """8 rows of 4096 tokens, everything computed again, in bfloat16 on an H200 (benchmarks/gpu_train.py)."""
+    D, L, N, H, F = sizes
+    decoder = replace(Shapes(configured("mesh.data=1")).decoder, vocab_size=151936, width=D, layers=L, heads=N, head_width=H)
+    decoder = replace(decoder, kv_heads=2, ffn_width=F, tied_head=True)
+    shapes = params_of(nnx.eval_shape(lambda: Decoder(decoder, nnx.Rngs(0))))[1]
+    options = LearnerOptions(8, 4096, remat="full", dtype="bfloat16")
+    learner = Learner(decoder, shapes, DeviceMesh.build(1), choose("grpo"), options)
+    learner.attention = replace(learner.attention, name="cudnn")
+    held = size_bytes(learner.params) + sum(size_bytes(part) for part in learner.held().values())
+    assert 0.9 < (held + gradient_temporaries(learner)) / measured < 1.1

@@ -251,7 +251,7 @@ def decode_fn(
             live = rows["live"]
             pos = jnp.where(live, rows["pos"], 0)[:, None]
             if pages is not None and table is not None:
-                attend = AttendPages(pages, (table, pos[:, 0], live.astype(jnp.int32)))
+                attend: Attend = AttendPages(pages, (table, pos[:, 0], live.astype(jnp.int32)))
             elif slot_W is None:
                 attend = attend_slots(None, pos, live[:, None], chunk, config.attention)
             else:

@@ -166,9 +166,9 @@ class Paged:
             of_rows: table, start and count.
         """
 
-        def one(q: Array, k: Array, v: Array, pages: Pages, *rows: Array) -> tuple[Array, Pages]:
-            written = write_pages(pages, k, v, *rows, interpret=self.interpret)
-            return self(q, written, *rows, sliding), written
+        def one(new: tuple[Array, Array, Array], pages: Pages, table: Array, start: Array, count: Array) -> tuple[Array, Pages]:
+            written = write_pages(pages, *new[1:], table, start, count, self.interpret)
+            return self(new[0], written, table, start, count, sliding), written
 
         return attend_new(one, self.mesh, new, pages, of_rows)
 
@@ -272,12 +272,12 @@ def attend_new(
     """Writes new keys and values into pages and attends to these, on every device of a replica its own heads.
 
     Args:
-        one: (q, k, v, pages, table, start, count) -> outputs and pages, on one device.
+        one: (new, pages, table, start, count) -> outputs and pages, on one device.
         of_rows: table, start and count.
     """
 
     def on_a_device(q: Array, k: Array, v: Array, keys: Array, values: Array, *rows: Array) -> tuple[Array, Array, Array]:
-        out, written = one(q, k, v, (keys, values), *rows)
+        out, written = one((q, k, v), (keys, values), *rows)
         return out, *written
 
     copies = pages[0].shape[1] // new[1].shape[2]  # of each key head

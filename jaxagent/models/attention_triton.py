@@ -89,11 +89,11 @@ class PagedGpu:
         if rope and new[0].shape[1] > 1:
             new, rope = (rotate(new[0], *rope), rotate(new[1], *rope), new[2]), None
 
-        def one(q: Array, k: Array, v: Array, pages: Pages, *rows: Array) -> tuple[Array, Pages]:
-            if q.shape[1] == 1:
-                return self._decode((q, k, v), pages, (rows[0], rows[1], rows[2]), sliding, rope)
-            written = write_pages(pages, k, v, *rows)
-            return self(q, written, *rows, sliding), written
+        def one(new: tuple[Array, Array, Array], pages: Pages, table: Array, start: Array, count: Array) -> tuple[Array, Pages]:
+            if new[0].shape[1] == 1:
+                return self._decode(new, pages, (table, start, count), sliding, rope)
+            written = write_pages(pages, *new[1:], table, start, count)
+            return self(new[0], written, table, start, count, sliding), written
 
         return attend_new(one, self.mesh, new, pages, of_rows)
 

@@ -129,6 +129,10 @@ class DecoderConfig:
 class Block(nnx.Module):
     """One layer, or with `stack=(L,)` the weights of all layers, to be scanned or sliced."""
 
+    qkv: nnx.Param  # of an engine's copy whose maps are `joined`, as are the next two
+    qkv_bias: nnx.Param
+    gate_up: nnx.Param
+
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs, stack: tuple[int, ...] = ()):
         c = config
         self.config = config
@@ -232,10 +236,10 @@ class Block(nnx.Module):
             rope = ropes[sliding]
         else:
             rope = jax.tree.map(lambda full, local: jnp.where(sliding, local, full), *ropes) if c.local_rope_theta else ropes[0]
-        if getattr(attend, "rotates", False):
-            out, cache = attend(q, k, v, cache, sliding, rope)
-        else:
-            out, cache = attend(rotate(q, *rope), rotate(k, *rope), v, cache, sliding)
+        late: tuple[Any, ...] = (rope,) if getattr(attend, "rotates", False) else ()
+        if not late:
+            q, k = rotate(q, *rope), rotate(k, *rope)
+        out, cache = attend(q, k, v, cache, sliding, *late)
         out = self._linear("o", out)
         if c.o_bias:
             out = out + self.o_bias[...]
