@@ -124,7 +124,8 @@ def _loops(computations: dict[str, list[str]]) -> dict[str, tuple[str, str, int]
 def _trips(line: str, computations: dict[str, list[str]]) -> int:
     """How often a loop runs; 0 where that is not known before it runs.
 
-    For GPUs the compiler says so. For TPUs its condition does, which compares a counter with a constant: JAX counts from 0.
+    For GPUs the compiler says so. For TPUs its condition does, which compares a counter with a constant: it is taken to
+    count from 0 in steps of one, as JAX does.
     """
     if said := _TRIPS.search(line):
         return int(said[1])
@@ -132,7 +133,7 @@ def _trips(line: str, computations: dict[str, list[str]]) -> int:
     last = next((i for one in condition if "ROOT" in one and (i := _INSTRUCTION.match(one))), None)
     if not last or last[3] != "compare" or "direction=LT" not in last[4]:
         return 0
-    bound = _names(last[4])[-1]
+    bound = (_names(last[4]) or [""])[-1]
     constants = (_CONSTANT.match(one) for one in condition)
     return next((int(found[2]) for found in constants if found and found[1] == bound), 0)
 

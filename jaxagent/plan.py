@@ -56,6 +56,8 @@ def plan(
     Args:
         layers: two depths from which the engine's programs are counted, as in `measures`.
     """
+    if layers and not topology:
+        raise ValueError(f"--layers={list(layers)} are depths to compile, and without --topology nothing is compiled")
     tree, found = configs.load(config, overrides)
     if found:
         raise configs.ConfigError([*found, *faults(tree)])
@@ -129,10 +131,13 @@ def forecast(run: Shapes, iteration_s: float) -> dict[str, Any]:
     """All that can be told without compiling, as JSON."""
     c = run.config
     held = held_bytes(run)
+    published = size_bytes(run.engine.given) if run.together else 0
+    if envs.past_of(run.world):  # earlier versions come from the host, whole and as they were trained
+        published = max(published, run.mesh.size["fsdp"] * size_bytes(run.learner.trained))
     temporaries = {
         "gradient": gradient_temporaries(run.learner),
         "update": update_temporaries(run.learner),
-        "publish": size_bytes(run.engine.given) if run.together else 0,
+        "publish": published,
         "append": append_temporaries(run.engine),
         "decode": decode_temporaries(run.engine),
     }
@@ -283,6 +288,8 @@ def measures(run: Shapes, layers: Sequence[int] = ()) -> dict[str, Callable[[], 
         name: partial(_measured, lambda program=program: lowered()[program])
         for name, program in (("gradient", "accumulate"), ("update", "apply"))
     }
+    if layers and len(set(layers)) != 2:
+        raise ValueError(f"--layers takes two different depths, for a straight line through them, got {list(layers)}")
     if not layers or run.decoder.layers <= max(layers):
         return found | {name: partial(_measured, partial(run.engine.lower_one, name)) for name in run.engine.arguments()}
     engines = [run.engine.shallow(depth) for depth in sorted(layers)]
@@ -316,8 +323,9 @@ def judged(run: Shapes, told: dict[str, Any], found: dict[str, dict[str, Any]]) 
         if run.chip and "collectives" in one:
             one["flop_at_least"] = work[name]["flop"]
             one["at_least"] = roofline_s(run.chip, **work[name], linked_bytes=one["linked_bytes"])
-    temporaries = {name: one.get("temporary_bytes", 0) for name, one in found.items()}
-    temporaries["publish"] = temporaries.get("publish", 0) + told["temporary_bytes"]["publish"]
+    temporaries = {name: one["temporary_bytes"] for name, one in found.items() if "temporary_bytes" in one}
+    if "publish" in temporaries:
+        temporaries["publish"] += told["temporary_bytes"]["publish"]
     told_iteration, seconds = told["iteration"], {}
     if set(found) >= set(work) - {"verify"} and all("at_least" in one for one in found.values()):
         best = {name: max(one["at_least"].values()) for name, one in found.items()}

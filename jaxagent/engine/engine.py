@@ -424,7 +424,7 @@ class Engine:
         queued = (waiting for waiting, _ in self.table.waiting)
         fault = self.table.check(request) or self.controls.shortage(request, itertools.chain(self.table.in_progress(), queued))
         if self._params is None:
-            fault = "the engine has no weights yet: publish some before sampling"
+            fault = "the engine has no weights, none yet or a publish that failed: publish some before sampling"
         if fault:
             loop, future = ticket
             tell(loop, fail, future, ValueError(fault))

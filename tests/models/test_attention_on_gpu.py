@@ -23,6 +23,7 @@ from jaxagent.models.attention_context import over_mesh
 from jaxagent.models.attention_cudnn import Cudnn
 from jaxagent.models.attention_paged import PagedReference
 from jaxagent.models.attention_triton import PagedGpu
+from jaxagent.models.rope import rotary, rotate
 from jaxagent.sharding import DeviceMesh
 
 pytestmark = [
@@ -83,32 +84,35 @@ def test_the_compiled_kernel_over_pages_equals_the_reference(name: str) -> None:
     np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (found, want)), atol=held.tolerance)
 
 
-def fed(form: Any, held: Held, given: tuple[jax.Array, ...], empty: Any) -> jax.Array:
-    """What is attended to when rows hold their start and are fed the rest."""
+def fed(form: Any, held: Held, given: tuple[jax.Array, ...], empty: Any, *, turn: bool = False) -> jax.Array:
+    """What is attended to when rows hold their start and are fed the rest, which with `turn` is to be rotated."""
     q, keys, values, table = given
     start, count = jnp.asarray(held.start), jnp.asarray(held.count)
-    run = jax.jit(partial(form.attend, sliding=held.window > 0))
+    run, late = jax.jit(partial(form.attend, sliding=held.window > 0)), getattr(form, "rotates", False) and turn
     nothing = jnp.zeros((*keys.shape[:2], held.heads, keys.shape[-1]), keys.dtype)
     _, pages = run((nothing, keys, values), empty, (table, jnp.zeros_like(start), start))
     mine = start[:, None] + jnp.arange(held.fed)
     new = [jnp.take_along_axis(x, jnp.minimum(mine, x.shape[1] - 1)[..., None, None], 1) for x in (keys, values)]
-    out: jax.Array = run((q, *new), pages, (table, start, count))[0]
+    rope = rotary(mine, q.shape[-1], 1e4) if turn else None
+    if rope and not late:
+        q, new[0] = rotate(q, *rope), rotate(new[0], *rope)
+    out: jax.Array = run((q, *new), pages, (table, start, count), **({"rope": rope} if late else {}))[0]
     return out
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "width"), [(14, 2, 64), (12, 2, 128), (28, 4, 128), (8, 8, 64)])
-@pytest.mark.parametrize("tokens", [1, 40])
-def test_pages_of_models_shapes_equal_those_gathered(heads: int, kv_heads: int, width: int, tokens: int) -> None:
+@pytest.mark.parametrize(("heads", "kv_heads", "width"), [(14, 2, 64), (12, 2, 128), (28, 4, 128), (8, 8, 64), (6, 2, 80)])
+@pytest.mark.parametrize(("tokens", "turn"), [(1, False), (1, True), (40, True)])
+def test_pages_of_models_shapes_equal_those_gathered(heads: int, kv_heads: int, width: int, tokens: int, turn: bool) -> None:
     held = Held(start=(0, 5, 127, 128, 300, 470), count=(tokens, 0, 1, tokens, tokens, tokens), fed=tokens, heads=heads)
     held = replace(held, kv_heads=kv_heads, dtype="bfloat16")
     rng, batch, room, size = np.random.default_rng(0), len(held.start), 4, 128
     draw = lambda *shape: jnp.asarray(rng.standard_normal(shape, np.float32)).astype(held.dtype)  # noqa: E731
     q, keys, values = draw(batch, tokens, heads, width), *(draw(batch, room * size, kv_heads, width) for _ in "kv")
     table, spec = jnp.asarray(rng.permutation(batch * room).reshape(batch, room)), AttentionSpec(width**-0.5)
-    forms = PagedGpu(spec), PagedReference(spec)
+    forms, given = (PagedGpu(spec), PagedReference(spec)), (q, keys, values, table)
     real = (jnp.arange(tokens) < jnp.asarray(held.count)[:, None])[..., None, None]
     ours, theirs = (
-        jnp.where(real, fed(form, held, (q, keys, values, table), form.new(batch * room, size, kv_heads, width, q.dtype)), 0)
+        jnp.where(real, fed(form, held, given, form.new(batch * room, size, kv_heads, width, q.dtype), turn=turn), 0)
         for form in forms
     )
     assert relative(ours, theirs) < 0.02

@@ -133,11 +133,27 @@ def test_linear_maps_laid_as_matrices_give_the_same() -> None:
     assert laid["k"].shape == (config.kv_heads * config.head_width, config.width)
     assert laid["o"].shape == (config.heads * config.head_width, config.width)
     np.testing.assert_allclose(jax.jit(run)(laid), want, atol=1e-5)
-    policy.blocks.heads_first = False
+
+
+@pytest.mark.parametrize(
+    "changes", [{"qkv_bias": True}, {"experts": 4, "experts_per_token": 2, "qk_norm": True}], ids=["biases", "experts"]
+)
+def test_maps_of_one_input_joined_give_the_same(changes: dict[str, Any]) -> None:
+    config = tiny.config(**changes)
+    policy = tiny.policy(config)
+    x, pos = jax.random.normal(jax.random.key(0), (2, LENGTH, config.width)), jnp.arange(LENGTH)[None]
+    attend = packed(jnp.ones((2, LENGTH), jnp.int32), config.attention)
+    layer = unstack(params_of(policy)[1], config.layers)["blocks"][1]
+
+    def run(layer: Any) -> jax.Array:
+        return nnx.merge(nnx.split(policy.blocks)[0], layer)(x, config.rotations(pos), attend, None)[0]
+
+    want = jax.jit(run)(layer)
     join(policy.blocks)
     laid = joined(layer)
-    assert laid["qkv_bias"].shape == laid["qkv"].shape[1:] == ((config.heads + 2 * config.kv_heads) * config.head_width,)
-    assert laid["gate_up"].shape == (config.width, 2 * config.ffn_width) and not {"q", "k_bias", "up"} & set(laid)
+    wide = (config.heads + 2 * config.kv_heads) * config.head_width
+    assert laid["qkv"].shape == (config.width, wide) and not {"q", "k_bias"} & set(laid)
+    assert ("qkv_bias" in laid) == config.qkv_bias and ("gate_up" in laid) == (not config.experts)
     np.testing.assert_allclose(jax.jit(run)(laid), want, atol=1e-5)
 
 
