@@ -8,6 +8,7 @@ from ml_collections import ConfigDict
 from text_world import get_config as text_world
 from text_world import shortened
 
+# SystemBluetoothTurnOn and SystemWifiTurnOff have no parameters: each is one task, in test as in training.
 TASKS = ("ContactsAddContact", "MarkorCreateNote", "SystemBluetoothTurnOn", "SystemWifiTurnOff", "ClockTimerEntry")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -27,6 +28,7 @@ class Server:
     def __init__(self) -> None:
         self.asked: list[tuple[str, dict[str, str], Any]] = []
         self.screen, self.on, self.task = "home", False, ""
+        self.instances = 2
         self.fault, self.status, self.text, self.slow_s = "", 500, "Internal Server Error", 0.0
 
     async def handle(self, request: web.Request) -> web.Response:
@@ -37,7 +39,11 @@ class Server:
             await asyncio.sleep(self.slow_s)
             return web.Response(status=self.status, text=self.text)
         named = f"{request.query.get('task_type')} {request.query.get('task_idx')}"
-        if name == "POST /reset":
+        if name == "GET /suite/reinitialize":
+            self.instances = int(request.query["n_task_combinations"])
+        elif name == "GET /suite/task_length":
+            return web.json_response({"length": self.instances})
+        elif name == "POST /reset":
             self.screen = "home"
         elif name == "POST /task/initialize":
             self.task, self.on = named, False
@@ -160,6 +166,35 @@ def test_who_says_that_it_is_done_is_scored_and_who_runs_out_of_turns_is_not(
 
     step = asyncio.run(play())
     assert (step.reward, step.terminated, step.answered) == (reward, True, answered)
+
+
+def test_a_server_that_was_started_anew_is_given_its_suite_again() -> None:
+    async def play() -> list[str]:
+        async with running() as ((server,), urls):
+            world = AndroidWorld(urls, TASKS)
+            for _ in range(2):
+                await steps(world, *SOLVED)
+            server.instances = 2  # between two episodes, which nobody is told of
+            await steps(world, *SOLVED)
+            return [name for name, _, _ in server.asked if name in ("GET /suite/reinitialize", "POST /task/initialize")]
+
+    suite, task = "GET /suite/reinitialize", "POST /task/initialize"
+    assert asyncio.run(play()) == [suite, task, task, suite, task]
+
+
+@pytest.mark.parametrize("fault", ["/task/initialize", "/execute_action", "/task/tear_down"])
+def test_a_server_that_failed_is_given_its_suite_again(fault: str) -> None:
+    async def play() -> int:
+        async with running() as ((server,), urls):
+            world = AndroidWorld(urls, TASKS)
+            server.fault = fault
+            with contextlib.suppress(PhoneFault):
+                await steps(world, *SOLVED)
+            server.fault = ""
+            await steps(world, *SOLVED)
+            return [name for name, _, _ in server.asked].count("GET /suite/reinitialize")
+
+    assert asyncio.run(play()) == 2
 
 
 ASKED = ("/suite/reinitialize", "/reset", "/task/initialize", "/task/goal", "/ui_elements", "/execute_action", "/task/score")

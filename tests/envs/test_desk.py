@@ -8,6 +8,7 @@ import os
 import random
 import re
 import struct
+import urllib.request
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -162,6 +163,24 @@ def test_what_is_not_the_change_that_was_asked_for_earns_nothing(world: Desktop)
     assert asyncio.run(attempt([mine, *enter, save, "done"])) == 1.0
 
 
+def test_keys_are_pressed_whatever_they_are_and_none_stays_locked(world: Desktop) -> None:
+    async def typed(*turns: str) -> str:
+        env = world.episode("desk/4", None)
+        try:
+            step = await env.reset(world.task("train", 0), 0)
+            name = row(step.messages[-1].content, 'text "Name"')
+            for turn in (f"triple_click {name}", *turns):
+                step = await env.step(say(turn))
+            return re.findall(r'text "Name" holds (.*?) focused', step.messages[-1].content)[0]
+        finally:
+            await env.close()
+
+    odd = [*"/+<'\\", "insert", "win", "printscreen", "win+/"]
+    assert ast.literal_eval(asyncio.run(typed("type a", *(f"press {key}" for key in odd))))[:6] == "a/+<'\\"
+    assert asyncio.run(typed("press capslock", "press a")) == "'A'"
+    assert asyncio.run(typed("press a")) == "'a'"
+
+
 def test_pixels_are_those_of_the_window_and_change_with_what_is_typed(world: Desktop, tmp_path: Path) -> None:
     pictured = Desktop(workers=1, screenshots=str(tmp_path))
     pictured.guests = world.guests
@@ -236,6 +255,18 @@ def test_the_contract_of_a_world_is_kept(world: Desktop) -> None:
         return [await asked(None) for asked in (checker.beginnings, checker.repeated, checker.unreadable, checker.nonsense)]
 
     assert [said for ok, said in asyncio.run(ask()) if not ok] == []
+
+
+def test_a_desktop_is_asked_past_any_proxy(world: Desktop, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # where nobody is
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.setattr(urllib.request, "_opener", None)  # of the process, made when it was first wanted
+    monkeypatch.setattr(local, "_START_S", 20.0)
+    desk = Desk(("register",))
+    try:
+        assert desk.start().startswith("http://127.0.0.1:")
+    finally:
+        desk.close()
 
 
 def test_a_closed_desktop_leaves_no_process() -> None:

@@ -282,6 +282,26 @@ def test_metrics_are_joined_and_what_cannot_be_done_wants_a_no(tmp_path: Path) -
         assert outcome(place, *turns).reward == score, evaluator
 
 
+@pytest.mark.parametrize("kind", ["activate_window", "close_window"])
+def test_a_window_that_the_policy_closed_keeps_no_task_from_its_score(kind: str, tmp_path: Path) -> None:
+    step = {"type": kind, "parameters": {"window_name": "note"}}
+    after = several(lambda name: note(name, evaluator={**note()["evaluator"], "postconfig": [step]}))
+    before = several(lambda name: note(name, config=[*note()["config"], step]))
+
+    async def play(records: list[dict[str, Any]], **changes: Any) -> Any:
+        async with running() as ((guest,), urls):
+            guest.fault, guest.answer = f"setup/{kind}", web.Response(status=404, text="Window not found")
+            guest.slow_s = changes.get("slow_s", 0.0)
+            world = OSWorld(urls, written(tmp_path, records), pause_s=0.0, timeout_s=0.5 if guest.slow_s else 60.0)
+            return await steps(world, *SOLVED)
+
+    assert asyncio.run(play(after)).reward == 1.0
+    with pytest.raises(GuestFault, match="TimeoutError"):
+        asyncio.run(play(after, slow_s=1.0))  # that is no answer
+    with pytest.raises(GuestFault, match="Window not found"):
+        asyncio.run(play(before))
+
+
 def test_files_of_a_task_come_from_the_folder_or_from_their_address_and_are_kept(tmp_path: Path) -> None:
     async def play() -> Guest:
         async with running(2) as ((guest, site), urls):

@@ -24,7 +24,7 @@ from typing import Any
 
 import aiohttp
 
-from jaxagent.envs.desktop.guest import Guest, GuestFault
+from jaxagent.envs.desktop.guest import MOST_BYTES, Declined, Guest, GuestFault
 
 SETUPS = (
     "upload_file",
@@ -129,13 +129,16 @@ class Files:
         try:
             limit = aiohttp.ClientTimeout(total=self.timeout_s)
             async with aiohttp.ClientSession(timeout=limit, raise_for_status=True) as http, http.get(url) as reply:
-                content = await reply.read()
+                content = bytearray()
+                async for chunk in reply.content.iter_chunked(1 << 16):
+                    content += chunk
+                    if len(content) > MOST_BYTES:
+                        raise GuestFault(f"{url}: a file of a task has more than {MOST_BYTES >> 20} MiB")
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise GuestFault(f"{url}: a file of a task cannot be had: {type(error).__name__}: {error}") from None
         if kept is not None:
-            kept.parent.mkdir(parents=True, exist_ok=True)
-            kept.write_bytes(content)
-        return content
+            _keep(kept, content)
+        return bytes(content)
 
     def local(self, path: str) -> bytes:
         """A file of this machine, by a path in the folder. Raises GuestFault."""
@@ -146,8 +149,23 @@ class Files:
         return place.read_bytes()
 
 
-async def set_up(guest: Guest, steps: Sequence[Mapping[str, Any]], files: Files) -> None:
-    """Does what a task's `config` says. Raises GuestFault."""
+def _keep(place: Path, content: bytes | bytearray) -> None:
+    """Writes a file whole or not at all."""
+    place.parent.mkdir(parents=True, exist_ok=True)
+    part = place.with_name(f"{uuid.uuid4()}.part")
+    try:
+        part.write_bytes(content)
+        part.replace(place)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+async def set_up(guest: Guest, steps: Sequence[Mapping[str, Any]], files: Files, played: bool = False) -> None:
+    """Does what a task's `config` says. Raises GuestFault.
+
+    Args:
+        played: the policy was there before, and may have closed the windows that are asked for.
+    """
     for step in steps:
         kind, about = step["type"], step.get("parameters") or {}
         if kind in ("upload_file", "download"):
@@ -164,7 +182,11 @@ async def set_up(guest: Guest, steps: Sequence[Mapping[str, Any]], files: Files)
         elif kind == "open":
             await guest.set_up("open_file", path=about["path"])
         else:
-            await guest.set_up(kind, **about)
+            try:
+                await guest.set_up(kind, **about)
+            except Declined:
+                if not played or kind not in ("activate_window", "close_window"):
+                    raise
 
 
 async def evaluate(guest: Guest, task: Mapping[str, Any], files: Files, failed: bool) -> tuple[float, str]:
@@ -174,7 +196,7 @@ async def evaluate(guest: Guest, task: Mapping[str, Any], files: Files, failed: 
         failed: the policy said that it cannot be done, which is right where the task is `infeasible` and nowhere else.
     """
     evaluator = task["evaluator"]
-    await set_up(guest, evaluator.get("postconfig") or [], files)
+    await set_up(guest, evaluator.get("postconfig") or [], files, played=True)
     if evaluator["func"] == "infeasible" or failed:
         right = failed == (evaluator["func"] == "infeasible")
         return float(right), "it cannot be done" if evaluator["func"] == "infeasible" else "it can be done"

@@ -9,6 +9,7 @@ POST /setup/upload, a form with file_path, file_data;   /setup/launch {"command"
 POST /setup/activate_window, /setup/close_window {"window_name", "strict", "by_class"}
 
 GuestFault        a guest did not answer, answered late, too much or nonsense: never the policy's fault
+  Declined        it answered with another status than 200
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Any
 
 import aiohttp
 
-_MOST_BYTES = 256 << 20  # of a file
+MOST_BYTES = 256 << 20  # of a file
 _MOST_ANSWER = 16 << 20  # of anything else
 _AGAIN_S = 0.5
 _PNG, _JPEG = b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff"
@@ -30,6 +31,10 @@ _PNG, _JPEG = b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff"
 
 class GuestFault(Exception):
     """A guest failed; the episode is to be played again."""
+
+
+class Declined(GuestFault):
+    """A guest answered that it cannot do what was asked."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +95,7 @@ class Guest:
 
     async def file(self, path: str) -> bytes | None:
         """A file of the guest; None where there is none."""
-        status, content = await self._exchange("POST", "file", most_bytes=_MOST_BYTES, data={"file_path": path})
+        status, content = await self._exchange("POST", "file", most_bytes=MOST_BYTES, data={"file_path": path})
         if status == 404:
             return None
         return self._sound(status, "file", content)
@@ -121,7 +126,7 @@ class Guest:
 
     def _sound(self, status: int, path: str, content: bytes) -> bytes:
         if status != 200:
-            raise GuestFault(f"{self.url}/{path}: status {status}: {_message(content)}")
+            raise Declined(f"{self.url}/{path}: status {status}: {_message(content)}")
         return content
 
     async def _exchange(self, method: str, path: str, *, most_bytes: int, **what: Any) -> tuple[int, bytes]:

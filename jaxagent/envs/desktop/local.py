@@ -30,6 +30,7 @@ _HERE = Path(__file__).parent
 _PROGRAMS = ("Xvfb", "xdotool")
 _START_S = 120.0
 _MEMORY_MB = 4096  # of address space
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 _VARIABLES = ("LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH")
 SCREEN = (800, 600)
 
@@ -43,6 +44,10 @@ def missing() -> str:
     """What is to be installed for a desktop, in words; empty where all is there."""
     if absent := [program for program in _PROGRAMS if shutil.which(program) is None]:
         return f"it needs the program {absent[0]}, which is not in PATH; install it, as in apt install xvfb xdotool"
+    if wide := [path for path in _readable() if Path.home().resolve().is_relative_to(path)]:
+        return (
+            f"it needs Python, {' and '.join(_PROGRAMS)} outside of {wide[0]}, all of which a desktop would read: home is there"
+        )
     if importlib.util.find_spec("_tkinter") is None:
         return f"it needs the package tkinter for {python()}; install it, as in apt install python3-tk"
     if hidden := [path for path in _readable() if path.startswith(("/tmp/", "/var/tmp/"))]:
@@ -79,6 +84,7 @@ class Desk:
         self.programs = programs
         self.url = ""
         self._fault = ""
+        self._process: subprocess.Popen[bytes] | None = None
         self._over, self._begun = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._hold, name="desk", daemon=True)
         self._thread.start()
@@ -93,40 +99,47 @@ class Desk:
     @property
     def lost(self) -> bool:
         """Whether it has ended, or never started."""
-        return self._over.is_set() or (self._begun.is_set() and (bool(self._fault) or self._process.poll() is not None))
+        if self._over.is_set() or not self._begun.is_set():
+            return self._over.is_set()
+        return bool(self._fault) or self._process is None or self._process.poll() is not None
 
     def close(self) -> None:
         self._over.set()
         self._thread.join()
 
     def _hold(self) -> None:
-        with tempfile.TemporaryFile() as log:
-            with socket.create_server(("127.0.0.1", 0)) as line:
-                url = f"http://127.0.0.1:{line.getsockname()[1]}"
-                given = {name: os.environ[name] for name in _VARIABLES if name in os.environ}
-                self._process = subprocess.Popen(
-                    command(self.programs), stdin=line.fileno(), stdout=log, stderr=log, env=given, start_new_session=True
-                )
-            try:
-                self._fault = self._wait(url, log)
-                self.url = url
-                self._begun.set()
-                while not self._over.wait(1.0) and self._process.poll() is None:
-                    pass
-            finally:
-                self._begun.set()
-                self._process.kill()  # the init of its namespace goes with it, and with that everything
-                self._process.wait()
+        try:
+            with tempfile.TemporaryFile() as log:
+                with socket.create_server(("127.0.0.1", 0)) as line:
+                    url = f"http://127.0.0.1:{line.getsockname()[1]}"
+                    given = {name: os.environ[name] for name in _VARIABLES if name in os.environ}
+                    process = subprocess.Popen(
+                        command(self.programs), stdin=line.fileno(), stdout=log, stderr=log, env=given, start_new_session=True
+                    )
+                self._process = process
+                try:
+                    self._fault = self._wait(process, url, log)
+                    self.url = url
+                    self._begun.set()
+                    while not self._over.wait(1.0) and process.poll() is None:
+                        pass
+                finally:
+                    process.kill()  # the init of its namespace goes with it, and with that everything
+                    process.wait()
+        except OSError as error:
+            self._fault = f"a desktop did not start: {type(error).__name__}: {error}"
+        finally:
+            self._begun.set()
 
-    def _wait(self, url: str, log: object) -> str:
+    def _wait(self, process: subprocess.Popen[bytes], url: str, log: object) -> str:
         """What keeps it from answering."""
         until = time.monotonic() + _START_S
         while time.monotonic() < until and not self._over.is_set():
-            if self._process.poll() is not None:
+            if process.poll() is not None:
                 return f"a desktop did not start: {_last_words(log)}"
             with contextlib.suppress(urllib.error.URLError, TimeoutError, ConnectionError):
                 # The socket listens already: this waits until somebody serves it.
-                with urllib.request.urlopen(f"{url}/platform", timeout=5.0) as answer:
+                with _DIRECT.open(f"{url}/platform", timeout=5.0) as answer:
                     answer.read()
                 return ""
         return f"a desktop did not start within {_START_S:g} s: {_last_words(log)}"

@@ -10,6 +10,7 @@ which ends what was launched and empties the home folder: a snapshot, for a mach
 
 import ast
 import contextlib
+import ctypes
 import email.parser
 import email.policy
 import http.server
@@ -55,8 +56,44 @@ _KEYS = {
     "ctrl": "Control_L",
     "alt": "Alt_L",
     "shift": "Shift_L",
+    "insert": "Insert",
+    "win": "Super_L",
+    "capslock": "Caps_Lock",
+    "printscreen": "Print",
+    "!": "exclam",
+    '"': "quotedbl",
+    "#": "numbersign",
+    "$": "dollar",
+    "%": "percent",
+    "&": "ampersand",
+    "'": "apostrophe",
+    "(": "parenleft",
+    ")": "parenright",
+    "*": "asterisk",
+    "+": "plus",
+    ",": "comma",
+    "-": "minus",
+    ".": "period",
+    "/": "slash",
+    ":": "colon",
+    ";": "semicolon",
+    "<": "less",
+    "=": "equal",
+    ">": "greater",
+    "?": "question",
+    "@": "at",
+    "[": "bracketleft",
+    "\\": "backslash",
+    "]": "bracketright",
+    "^": "asciicircum",
+    "_": "underscore",
+    "`": "grave",
+    "{": "braceleft",
+    "|": "bar",
+    "}": "braceright",
+    "~": "asciitilde",
 }
-_MODIFIERS = ("Control_L", "Alt_L", "Shift_L")
+_MODIFIERS = ("Control_L", "Alt_L", "Shift_L", "Super_L")
 _TREES = "DESK_TREES"
 
 
@@ -199,6 +236,7 @@ class Machine:
         released = [word for key in _MODIFIERS for word in ("keyup", key)]
         buttons = [word for button in _BUTTONS.values() for word in ("mouseup", button)]
         self.point(*released, *buttons, "mousemove", "0", "0")
+        unlock()
 
     def path(self, name: str) -> Path:
         return Path(os.path.expandvars(name)).expanduser()
@@ -260,6 +298,17 @@ _DONE: dict[str, Any] = {
     "keyDown": lambda name: [["keydown", key(name)]],
     "keyUp": lambda name: [["keyup", key(name)]],
 }
+
+
+def unlock() -> None:
+    """No Caps Lock, whether it was on or not: xdotool can only press it."""
+    xlib, core_keyboard, every_modifier = ctypes.CDLL("libX11.so.6"), 0x100, 0xFF
+    xlib.XOpenDisplay.restype = ctypes.c_void_p
+    display = ctypes.c_void_p(xlib.XOpenDisplay(None))
+    if not display:
+        raise Refused("the X server is not there")
+    xlib.XkbLockModifiers(display, core_keyboard, every_modifier, 0)
+    xlib.XCloseDisplay(display)
 
 
 def ask(place: Path) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """AndroidWorld's server, spoken to: one phone, and the tasks of a suite.
 
     GET  /suite/reinitialize?n_task_combinations&seed&task_family      the same tasks on every server
+    GET  /suite/task_length?task_type -> {"length"}                    the instances of a type
     POST /reset?go_home                    POST /task/initialize?task_type&task_idx       GET /task/goal -> {"goal"}
     POST /execute_action {"action_type", ...}          GET /task/score -> {"score"}       POST /task/tear_down
     GET  /ui_elements?wait_to_stabilize -> {"ui_elements": [...]}
@@ -51,6 +52,9 @@ class Remote:
     async def make_suite(self, instances: int, seed: int, family: str) -> None:
         about = {"n_task_combinations": str(instances), "seed": str(seed), "task_family": family}
         await self._ask("GET", "suite/reinitialize", about)
+
+    async def instances(self, task_type: str) -> Any:
+        return (await self._ask("GET", "suite/task_length", {"task_type": task_type})).get("length")
 
     async def act(self, action: dict[str, Any]) -> None:
         await self._ask("POST", "execute_action", {}, action)

@@ -71,7 +71,9 @@ class Place:
             self.url = self.service.url
         remote = Remote(self.url, suite.timeout_s)
         try:
-            if not self.ready:
+            # A server that was started anew has a suite of two instances, of which ours has more.
+            if not self.ready or await remote.instances(suite.types[0]) != suite.instances:
+                self.ready = False
                 await remote.make_suite(suite.instances, suite.seed, FAMILY)
                 self.ready = True
         except BaseException:
@@ -99,15 +101,27 @@ class PhoneEpisode:
 
     async def reset(self, task: Task, seed: int) -> Step:
         self.named = task["task_type"], task["task_idx"]
-        self.place = await self.places.take()
-        self.remote = await self.place.begin(self.suite)
-        self.begun = True
-        goal = await self.remote.begin(*self.named)
-        await self._look()
+        self.place = place = await self.places.take()
+        try:
+            self.remote = await place.begin(self.suite)
+            self.begun = True
+            goal = await self.remote.begin(*self.named)
+            await self._look()
+        except PhoneFault:
+            place.ready = False
+            raise
         rules = f"{RULES}\n\n" if self.suite.rules else ""
         return Step([Message("user", f"{rules}The task: {goal}\n{self.seen}")], state=self.seen)
 
     async def step(self, action: Message) -> Step:
+        try:
+            return await self._play(action)
+        except PhoneFault:
+            if self.place is not None:
+                self.place.ready = False
+            raise
+
+    async def _play(self, action: Message) -> Step:
         remote = self._there()
         self.taken += 1
         fault = action.error or ("there are no tools here: write the action as text" if action.calls else "")
@@ -138,8 +152,9 @@ class PhoneEpisode:
                     if self.begun:
                         self.begun = False
                         await remote.end(*self.named)
-                except PhoneFault:
-                    pass  # what the episode earned stands
+                except PhoneFault:  # what the episode earned stands
+                    if place is not None:
+                        place.ready = False
                 finally:
                     await remote.close()
         finally:

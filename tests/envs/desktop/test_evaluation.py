@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import resource
+from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
 
-from jaxagent.envs.desktop.evaluation import METRICS, fault_of
+from jaxagent.envs.desktop import evaluation
+from jaxagent.envs.desktop.evaluation import METRICS, Files, fault_of
+from jaxagent.envs.desktop.guest import GuestFault
 
 RULE = {"type": "rule", "rules": {"expected": "x"}}
 SAYS = {"type": "vm_command_line", "command": ["cat", "f"]}
@@ -68,3 +74,40 @@ def test_tasks_whose_rules_are_known_are_played() -> None:
 )
 def test_a_task_that_cannot_be_scored_here_is_refused_by_what_it_wants(refused: dict[str, Any], why: str) -> None:
     assert why in fault_of(refused)
+
+
+async def fetched(files: Files, content: bytes) -> bytes:
+    """A file of this content from its address."""
+
+    async def handle(request: web.Request) -> web.Response:
+        return web.Response(body=content)
+
+    app = web.Application()
+    app.router.add_get("/gold", handle)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        return await files.from_address(f"http://127.0.0.1:{runner.addresses[0][1]}/gold", "gold")
+    finally:
+        await runner.cleanup()
+
+
+def test_of_a_file_that_cannot_be_written_whole_nothing_is_kept(tmp_path: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4 << 20, before[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            asyncio.run(fetched(Files(str(tmp_path), 10.0), b"x" * (5 << 20)))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert list(tmp_path.iterdir()) == []
+    assert asyncio.run(fetched(Files(str(tmp_path), 10.0), b"x")) == b"x"
+    assert [kept.read_bytes() for kept in tmp_path.iterdir()] == [b"x"]
+
+
+def test_a_file_without_end_is_not_read_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evaluation, "MOST_BYTES", 1 << 20)
+    with pytest.raises(GuestFault, match="more than 1 MiB"):
+        asyncio.run(fetched(Files(str(tmp_path), 10.0), b"x" * (2 << 20)))
+    assert list(tmp_path.iterdir()) == []
