@@ -213,7 +213,7 @@ def report(asked: Asked, endpoint: EndpointOptions | None = None, overrides: Seq
     sampling, c = asked.sampling(config), config.evaluate
     tasks, k = asked.tasks or c.final_tasks, asked.rollouts or c.rollouts
     settings = settings_of(config, sampling, split=asked.split or "test", tasks=tasks, k=k)
-    made = _foreign(config, endpoint, sampling, concurrency) if endpoint else _own(config, Path(asked.workdir))
+    made = _foreign(config, endpoint, concurrency) if endpoint else _own(config, Path(asked.workdir))
     with made as (rollouts, world, policy):
         said = {"policy": policy, **settings}
         home = Path(asked.to or Path(asked.workdir) / "evals")
@@ -284,12 +284,9 @@ def _own(config: ConfigDict, workdir: Path) -> Iterator[tuple[Rollouts, World, d
 
 @contextmanager
 def _foreign(
-    config: ConfigDict, options: EndpointOptions, sampling: Sampling, concurrency: int
+    config: ConfigDict, options: EndpointOptions, concurrency: int
 ) -> Iterator[tuple[Rollouts, World, dict[str, Any]]]:
-    """A model behind an endpoint in the config's world. Raises ValueError for what it cannot be asked or cannot play."""
-    plain = Sampling(temperature=sampling.temperature, top_p=sampling.top_p, max_tokens=sampling.max_tokens)
-    if other := [name for name, value in asdict(sampling).items() if value != asdict(plain)[name]]:
-        raise ValueError(f"sampling.{other[0]} is no field of chat completions: leave it, or say it in --fields")
+    """A model behind an endpoint in the config's world. Raises ValueError for what it cannot play."""
     world = envs.find(config.env.name)(**config.env.options)
     if getattr(world, "runs_program", False):
         raise ValueError("the program of this world asks its door itself: point it to the endpoint, and score it by itself")

@@ -289,7 +289,6 @@ def test_the_flags_of_an_endpoint_belong_together(monkeypatch: pytest.MonkeyPatc
         ("--endpoint=http://x/v1", "--model=m", "--key-env=NOT_SET"): "not set",
         ("--endpoint=http://x/v1", "--model=m", "--fields=[1]"): "a JSON object is wanted",
         (): "give --endpoint and --model too, or --workdir",
-        ("--endpoint=http://x/v1", "--model=m", "--config.sampling.top_k=5"): "sampling.top_k is no field",
     }
     for flags, words in faults.items():
         assert main(["eval", f"--config={QUICKSTART}", *flags]) == 2
