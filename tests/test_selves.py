@@ -11,7 +11,8 @@ from test_train import CONFIGS, configured, run, steady_metrics
 
 from jaxagent import evaluate
 from jaxagent.data.store import Store
-from jaxagent.metrics import read
+from jaxagent.follow import follow
+from jaxagent.metrics import EVALUATIONS, read
 
 OPTIONS = ("train.steps=3", "env.options.past_keep=2", "checkpoint.every=2", "checkpoint.keep=9", "evaluate.every=0")
 WARMUP = 2
@@ -65,5 +66,31 @@ def test_an_evaluation_of_a_checkpoint_seats_its_own_earlier_versions(whole: Pat
     assert evaluate.report(evaluate.Asked(str(whole))) == 0
     table = json.loads(capsys.readouterr().out)
     assert table["broken"] == 0
-    assert table.pop("settings")["seed"] == 0
-    assert table == json.loads((whole / "eval.json").read_text())["after"]
+    own = json.loads((whole / "eval.json").read_text())["after"]
+    for one in (table, own):  # of the policy the run says the step, and what is evaluated later the digest of its weights too
+        assert one["settings"].pop("policy")["step"] == 5
+    assert table == own
+
+
+@pytest.fixture(scope="module")
+def followed(whole: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run's checkpoints evaluated afterwards, without one that lacks a file."""
+    workdir = tmp_path_factory.mktemp("followed") / "run"
+    shutil.copytree(whole, workdir)
+    max(file for file in (workdir / "checkpoints" / str(WARMUP) / "params").rglob("*") if file.parent.name == "d").unlink()
+    assert follow(evaluate.Asked(str(workdir))) == 0
+    return workdir
+
+
+def test_who_follows_leaves_out_a_checkpoint_that_lacks_a_file(followed: Path) -> None:
+    assert [record["step"] for record in read(followed / EVALUATIONS)] == [4, 5]
+
+
+def test_who_follows_seats_the_versions_that_training_seats_after_a_step(followed: Path) -> None:
+    """One before the step, counted from the end of the warm-up: of versions 1 and 2 the first, of 2 and 3 the first."""
+    seated = {}
+    for folder in (followed / "evals").glob("valid-*"):
+        rows = Store(folder).read("episodes")
+        step = json.loads((folder / "settings.json").read_text())["policy"]["step"]
+        seated[step] = {v for row in rows if row.past for v in row.version if v >= 0}
+    assert seated == {4: {1}, 5: {2}}
