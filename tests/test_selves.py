@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import shutil
 from pathlib import Path
@@ -72,22 +73,29 @@ def test_an_evaluation_of_a_checkpoint_seats_its_own_earlier_versions(whole: Pat
     assert table == own
 
 
+# What reads a checkpoint that lacks a file leaves coroutines behind, whose event loop is closed when they are collected.
+left_behind = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
+
 @pytest.fixture(scope="module")
 def followed(whole: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run's checkpoints evaluated afterwards, without one that lacks a file."""
     workdir = tmp_path_factory.mktemp("followed") / "run"
     shutil.copytree(whole, workdir)
-    max(file for file in (workdir / "checkpoints" / str(WARMUP) / "params").rglob("*") if file.parent.name == "d").unlink()
+    (workdir / "checkpoints" / str(WARMUP) / "params" / "manifest.ocdbt").unlink()
     assert follow(evaluate.Asked(str(workdir))) == 0
+    gc.collect()
     return workdir
 
 
+@left_behind
 def test_who_follows_leaves_out_a_checkpoint_that_lacks_a_file(followed: Path) -> None:
     assert [record["step"] for record in read(followed / EVALUATIONS)] == [4, 5]
 
 
+@left_behind
 def test_who_follows_seats_the_versions_that_training_seats_after_a_step(followed: Path) -> None:
-    """One before the step, counted from the end of the warm-up: of versions 1 and 2 the first, of 2 and 3 the first."""
+    """One before the step, counted from the end of the warm-up: at 4 version 1 of 1 and 2, at 5 version 2 of 2 and 3."""
     seated = {}
     for folder in (followed / "evals").glob("valid-*"):
         rows = Store(folder).read("episodes")
