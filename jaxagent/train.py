@@ -371,7 +371,7 @@ def warm_up(run: Run) -> None:
             with run.clock.part("sft"):
                 metrics = supervised.supervise(parts.learner, rows, c.warmup.batch, (c.seed, run.step), run.hosts)
             run.progress.step(run.step + 1, c.warmup.steps, {"nll": f"{metrics['sft/nll']:.3f}"})
-            if parts.selves and run.step + 1 == c.warmup.steps:  # the checkpoint of this step has the first opponent
+            if parts.selves and run.step + 1 == c.warmup.steps:  # the checkpoint of this step holds it as opponent
                 parts.selves.begin()
             run.done(metrics)
         parts.engines.publish(parts.learner.params, version=0)

@@ -7,6 +7,9 @@ import json
 import shutil
 from pathlib import Path
 
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from test_train import CONFIGS, configured, run, steady_metrics
 
@@ -43,6 +46,15 @@ def test_the_last_versions_are_kept_and_one_before_the_step_sits(whole: Path) ->
         games = {(row.group, row.rollout): row.difficulty for row in rows}
         assert {row.difficulty for row in rows if row.past} <= {"past"}
         assert all(len([r for r in rows if (r.group, r.rollout) == game]) <= 2 for game in games)
+
+
+@pytest.mark.filterwarnings("ignore:Sharding info not provided:UserWarning")
+def test_the_first_opponent_in_the_checkpoint_of_the_warm_up_is_what_was_warmed_up(whole: Path) -> None:
+    folder, reader = (whole / "checkpoints" / str(WARMUP)).absolute(), ocp.PyTreeCheckpointer()
+    params, past = (jax.tree.leaves(reader.restore(folder / name)) for name in ("params", "past_0"))
+    assert len(params) == len(past) > 0
+    for one, other in zip(params, past, strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 def test_who_was_set_aside_is_in_no_number(whole: Path) -> None:
