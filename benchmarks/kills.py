@@ -17,9 +17,10 @@ what it sees is what the kill has hit. The phases:
     between       metrics, trajectories, the journal's next file
 
 Compared at the end, bit for bit: the parameters and the optimizer's moments in the last checkpoint; every line of metrics.jsonl
-without what clocks say; tokens, log-probs, versions and rewards of all stored trajectories, and the multiset of (task, seed,
-rollout) that was trained on; eval.json. The same command goes on where it was stopped. A kill that is aimed waits four steps
-for its phase: save and evaluate as often, --config.checkpoint.every=4 --config.evaluate.every=4.
+without the names in CLOCKED (times, and what engine and sandbox count); tokens, log-probs, versions and rewards of all stored
+trajectories, and the multiset of (task, seed, rollout) that was trained on; eval.json. The same command goes on where it was
+stopped. A kill that is aimed waits four steps for its phase: save and evaluate as often, --config.checkpoint.every=4
+--config.evaluate.every=4.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--workdir", help="keeps the runs there; a temporary folder by default")
     parser.add_argument(
-        "--intervals", action="store_true", help="95 % intervals of held-out success, and success by difficulty"
+        "--intervals", action="store_true", help="95 %% intervals of held-out success, and success by difficulty"
     )
     options, overrides = parser.parse_known_args()
     with tempfile.TemporaryDirectory() as temporary:

@@ -42,7 +42,7 @@ def get_config(arg: str = "") -> ConfigDict:
     c.warmup_optimizer.warmup_steps = 10
     c.evaluate.every = 20
     c.evaluate.final_tasks = 600
-    c.evaluate.ablate = False  # there are no tools
+    c.evaluate.ablate = False  # muted, it is told neither card nor moves: that scores luck
 
     if arg == "runlocal":
         c.env.options.past, c.env.options.past_every = 0.5, 1

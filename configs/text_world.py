@@ -25,7 +25,7 @@ def get_config(arg: str = "") -> ConfigDict:
     c.learner.remat = "full"
     c.algo.name = "dapo"
     c.feed.prompts = 32
-    c.evaluate.ablate = False  # there are no tools
+    c.evaluate.ablate = False  # muted, a world of text leaves nothing to play by
 
     return shortened(c, 160) if arg == "runlocal" else c
 

@@ -11,6 +11,7 @@ the episodes that it had.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
@@ -31,21 +32,30 @@ from jaxagent.parts import build, restore_weights, use_devices
 from jaxagent.sharding import AXES, DeviceMesh
 
 POLL_S = 2.0  # how often it is looked for a new checkpoint
+RETRY_S = 60.0  # after an evaluation that the infrastructure broke
 
-Score = Callable[[int, Path], dict[str, Any]]  # the table of a step, whose checkpoint is held in a workdir of its own
+# The table of a step, whose checkpoint is held in a workdir of its own, and the share of episodes that the infrastructure lost.
+Score = Callable[[int, Path], tuple[dict[str, Any], float]]
+
+
+class Unreadable(Exception):
+    """A checkpoint that cannot be restored."""
 
 
 class Following:
     """Which checkpoints of a run are evaluated, and what came of it."""
 
-    def __init__(self, workdir: Path, home: Path, settings: dict[str, Any], first: int, last: int):
+    def __init__(self, workdir: Path, home: Path, settings: dict[str, Any], first: int, last: int, max_broken: float):
         """Args:
         home: where `evaluations.jsonl` and what is held are; the workdir, or another folder.
         settings: of all these evaluations. Raises ValueError where the file has some of others.
         first, last: the steps of the run from which on, and up to which, there is something to evaluate.
+        max_broken: a table of which the infrastructure lost a greater share is no result.
         """
         self.checkpoints, self.home, self.path = workdir / "checkpoints", home, home / EVALUATIONS
-        self.settings, self.first, self.last = settings, first, last
+        self.settings, self.first, self.last, self.max_broken = settings, first, last, max_broken
+        self.skipped: set[int] = set()  # checkpoints that cannot be read
+        self.pause_s = POLL_S  # until it is worth to look again, where `next` did nothing
         known = read(self.path)
         want_alike({f"of {self.path}": known[-1] if known else {}, "that is asked for": {"settings": settings}})
         self.done = {record["step"] for record in known}
@@ -56,12 +66,12 @@ class Following:
     def due(self) -> int | None:
         """The oldest checkpoint that is whole and not evaluated yet."""
         there = [int(path.name) for path in self.checkpoints.glob("*") if path.name.isdecimal()]
-        return min((step for step in there if step >= self.first and step not in self.done), default=None)
+        return min((step for step in there if step >= self.first and step not in self.done | self.skipped), default=None)
 
     @property
     def over(self) -> bool:
         """Whether nothing will come any more."""
-        return self.last in self.done
+        return self.last in self.done | self.skipped
 
     @contextmanager
     def held(self, step: int) -> Iterator[Path | None]:
@@ -80,15 +90,30 @@ class Following:
             shutil.rmtree(home, ignore_errors=True)
 
     def next(self, score: Score) -> dict[str, Any] | None:
-        """Evaluates what is due and writes its line; None where there was nothing, or it was deleted too soon."""
+        """Evaluates what is due and writes its line; None where there was nothing, or nothing came of it, which is said."""
+        self.pause_s = POLL_S
         if (step := self.due()) is None:
             return None
         with self.held(step) as workdir:
             if workdir is None:
                 print(f"step {step}: training deleted its checkpoint before it was held (checkpoint.keep)", file=sys.stderr)
                 return None
-            table = score(step, workdir)
-        record = {"step": step, **eval_metrics(table), "ci95": table["ci95"], "settings": table["settings"]}
+            try:
+                table, lost = score(step, workdir)
+            except Unreadable as error:
+                print(f"step {step} is left out: its checkpoint cannot be read ({error})", file=sys.stderr)
+                self.skipped.add(step)
+                return None
+        if lost == 1 or lost > self.max_broken:
+            self.pause_s = RETRY_S
+            print(
+                f"step {step}: {lost:.0%} of the episodes were lost to the infrastructure (train.max_broken allows "
+                f"{self.max_broken:.0%}); those are played again in {RETRY_S:.0f} s, the others are kept",
+                file=sys.stderr,
+            )
+            return None
+        told = {name: table[name] for name in ("n", "broken", "ci95", "settings")}
+        record = {"step": step, **eval_metrics(table), **told}
         with self.path.open("a") as file:
             file.write(json.dumps(record) + "\n")
         self.done.add(step)
@@ -122,8 +147,27 @@ def follow(asked: Asked) -> int:
             want_alike({"of the run itself": {"settings": own}, "that is asked for": {"settings": settings}})
         except ValueError as error:
             raise ValueError(f"{error}; or keep these apart with --to=FOLDER") from None
+    with _alone(home):
+        return _follow(config, workdir, home, sampling, settings)
+
+
+@contextmanager
+def _alone(home: Path) -> Iterator[None]:
+    """Raises ValueError where another process keeps evaluations there: each would delete what the other holds."""
+    home.mkdir(parents=True, exist_ok=True)
+    with (home / "evaluations.lock").open("a") as lock:  # of its own: where locks are emulated, who closes a file ends them
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(
+                f"{home}: another process follows this run there already; wait for its end, or give this one --to=FOLDER"
+            ) from None
+        yield
+
+
+def _follow(config: ConfigDict, workdir: Path, home: Path, sampling: HeldOut, settings: dict[str, Any]) -> int:
     first, last = config.warmup.steps, config.warmup.steps + config.train.steps
-    following = Following(workdir, home, settings, first, last)
+    following = Following(workdir, home, settings, first, last, config.train.max_broken)
     if following.over:
         print(f"all is evaluated: {following.path}", file=sys.stderr)
         return 0
@@ -133,7 +177,7 @@ def follow(asked: Asked) -> int:
                 low, high = record["ci95"]
                 print(f"step {record['step']}: success {record['eval/success']:.3f} ({low:.3f} to {high:.3f})", flush=True)
             else:
-                time.sleep(POLL_S)
+                time.sleep(following.pause_s)
     return 0
 
 
@@ -148,11 +192,17 @@ def _scoring(config: ConfigDict, sampling: HeldOut, settings: dict[str, Any], ho
             config.mesh.update({"data": 0, **{axis: 1 for axis in AXES if axis != "data"}})
     parts = build(config, with_critic=False)
 
-    def score(step: int, held: Path) -> dict[str, Any]:
-        restore_weights(parts, held, 1)
+    def score(step: int, held: Path) -> tuple[dict[str, Any], float]:
+        try:
+            restore_weights(parts, held, 1)
+        except (FileNotFoundError, KeyError, ValueError) as error:  # training had begun to delete it
+            raise Unreadable(f"{str(error)[:200]} ...") from error
+        if parts.selves:  # as the run's own evaluation of this step does, which counts from the end of the warm-up
+            parts.selves.sit(step - config.warmup.steps)
         said = {"policy": {"step": step, "weights": int(jax.jit(digest)(parts.learner.params))}, **settings}
         folder = folder_of(home / "evals", {**said, **place_of(config)})
-        return kept(parts.rollouts, parts.world, sampling, said, folder)[0]
+        table, rows = kept(parts.rollouts, parts.world, sampling, said, folder)
+        return table, sum(not row.stop.counts for row in rows) / max(1, len(rows))
 
     try:
         yield score

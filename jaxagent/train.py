@@ -303,6 +303,8 @@ def resume(run: Run) -> None:
             run.parts.selves.restore(run.checkpoints.trees(latest, run.parts.selves.like(facts["past"])))
         run.feed.restore(facts["feed"])
         run.results, run.owed = facts["results"], facts.get("owed", {})
+        if run.hosts.any(any(record["step"] == run.step for record in read(run.metrics.path))):
+            run.owed = {}  # paid after it was saved; the checkpoint of a step is never written again
         run.progress.say(f"resumed at step {run.step}" + ", whose evaluation is owed" * bool(run.owed))
     recall(run)
     episodes, turns = run.journal.begin(run.feed.first)
@@ -369,6 +371,8 @@ def warm_up(run: Run) -> None:
             with run.clock.part("sft"):
                 metrics = supervised.supervise(parts.learner, rows, c.warmup.batch, (c.seed, run.step), run.hosts)
             run.progress.step(run.step + 1, c.warmup.steps, {"nll": f"{metrics['sft/nll']:.3f}"})
+            if parts.selves and run.step + 1 == c.warmup.steps:  # the checkpoint of this step holds it as opponent
+                parts.selves.begin()
             run.done(metrics)
         parts.engines.publish(parts.learner.params, version=0)
     if not run.results:  # stopped in it, the run is saved as one that has warmed up, and comes back to here

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -16,7 +18,7 @@ from jaxagent import config as configs
 from jaxagent.__main__ import main as command
 from jaxagent.data.store import Store
 from jaxagent.evaluate import held_out, settings_of
-from jaxagent.follow import Following
+from jaxagent.follow import RETRY_S, Following, Unreadable
 from jaxagent.metrics import EVALUATIONS, read, with_evaluations
 from jaxagent.types import Trajectory
 from jaxagent.view import overview
@@ -35,15 +37,16 @@ def saved(workdir: Path, step: int) -> Path:
     return folder
 
 
-def table(step: int, held: Path, success: float = 0.5) -> dict[str, Any]:
+def table(step: int, held: Path, success: float = 0.5, lost: float = 0.25) -> tuple[dict[str, Any], float]:
     assert [path.name for path in (held / "checkpoints").iterdir()] == [str(step)]
     assert (held / "checkpoints" / str(step) / "params" / "weights").read_text() == f"weights of {step}"
     told = {"policy": {"step": step}, **SETTINGS}
-    return {"success": success, "ci95": [0.1, 0.9], "turns": 2.0, "by_difficulty": {"1 hop": success}, "settings": told}
+    counted = {"n": 4, "broken": round(4 * lost), "by_difficulty": {"1 hop": success}}
+    return {"success": success, "ci95": [0.1, 0.9], "turns": 2.0, **counted, "settings": told}, lost
 
 
 def following(workdir: Path, settings: dict[str, Any] = SETTINGS) -> Following:
-    return Following(workdir, workdir, settings, first=4, last=6)
+    return Following(workdir, workdir, settings, first=4, last=6, max_broken=0.5)
 
 
 def test_checkpoints_are_evaluated_once_each_the_oldest_first_from_the_first_step_of_training(tmp_path: Path) -> None:
@@ -62,7 +65,7 @@ def test_checkpoints_are_evaluated_once_each_the_oldest_first_from_the_first_ste
 def test_a_checkpoint_that_training_deletes_meanwhile_is_there_until_it_is_evaluated(tmp_path: Path) -> None:
     folder = saved(tmp_path, 5)
 
-    def score(step: int, held: Path) -> dict[str, Any]:
+    def score(step: int, held: Path) -> tuple[dict[str, Any], float]:
         shutil.rmtree(folder)
         return table(step, held)
 
@@ -84,7 +87,7 @@ def test_a_killed_process_leaves_nothing_that_the_next_one_takes_for_its_own(tmp
     saved(tmp_path, 4)
     saved(tmp_path, 5)
 
-    def killed(step: int, held: Path) -> dict[str, Any]:
+    def killed(step: int, held: Path) -> tuple[dict[str, Any], float]:
         shutil.copytree(held, tmp_path / "left")
         raise KeyboardInterrupt
 
@@ -95,6 +98,46 @@ def test_a_killed_process_leaves_nothing_that_the_next_one_takes_for_its_own(tmp
     one = following(tmp_path)
     assert [one.next(table)["step"] for _ in range(2)] == [4, 5]  # type: ignore[index]
     assert [record["step"] for record in read(tmp_path / EVALUATIONS)] == [4, 5]
+
+
+@pytest.mark.parametrize(("allowed", "lost"), [(0.5, 0.75), (1.0, 1.0)])
+def test_what_the_infrastructure_broke_is_no_result_and_is_played_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], allowed: float, lost: float
+) -> None:
+    saved(tmp_path, 6)
+    one = Following(tmp_path, tmp_path, SETTINGS, first=4, last=6, max_broken=allowed)
+    assert one.next(lambda step, held: table(step, held, math.nan, lost)) is None
+    assert f"step 6: {lost:.0%} of the episodes were lost" in capsys.readouterr().err
+    assert read(one.path) == [] and not one.over and one.pause_s == RETRY_S
+    record = one.next(table)
+    assert record and (record["step"], record["n"], record["broken"]) == (6, 4, 1) and one.over
+    assert read(one.path) == [record]
+
+
+def test_a_checkpoint_that_cannot_be_read_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for step in (4, 5, 6):
+        saved(tmp_path, step)
+
+    def score(step: int, held: Path) -> tuple[dict[str, Any], float]:
+        if step != 5:
+            raise Unreadable("no such file")
+        return table(step, held)
+
+    one = following(tmp_path)
+    assert [bool(one.next(score)) for _ in range(3)] == [False, True, False] and one.over
+    assert "step 4 is left out: its checkpoint cannot be read (no such file)" in capsys.readouterr().err
+    assert [record["step"] for record in read(one.path)] == [5]
+
+
+def test_a_run_is_followed_by_one_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    configs.save(CONFIG, tmp_path / "config.json")
+    held = tmp_path / "evals" / "held"
+    held.mkdir(parents=True)
+    with (tmp_path / "evaluations.lock").open("a") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        assert command(["eval", f"--workdir={tmp_path}", "--follow"]) == 2
+    assert "another process follows this run there already" in capsys.readouterr().err
+    assert held.exists()
 
 
 def test_evaluations_of_other_settings_never_come_into_one_file(tmp_path: Path) -> None:

@@ -24,17 +24,18 @@ from toys import Parity
 from jaxagent import config as configs
 from jaxagent import train
 from jaxagent.agent import Agent, Limits
+from jaxagent.alarms import Alarms
 from jaxagent.chat.plain import PlainTemplate
 from jaxagent.envs.env import Env, Step
 from jaxagent.envs.maze import Maze, MazeEpisode
-from jaxagent.evaluate import evaluate
+from jaxagent.evaluate import HeldOut, evaluate
 from jaxagent.finetune import copied
 from jaxagent.hosts import ALONE, Hosts
 from jaxagent.metrics import read
 from jaxagent.parts import Parts, build, use_devices
 from jaxagent.progress import Progress
 from jaxagent.rollout import RolloutOptions, Rollouts, Stopped
-from jaxagent.types import Message, SampleRequest, Sampling
+from jaxagent.types import Message, SampleRequest
 
 PLAIN = PlainTemplate()
 # Two steps of warm-up, then four, with an evaluation after the second, at which a checkpoint is due too. What hangs would be
@@ -82,7 +83,7 @@ def start(config: ConfigDict) -> Iterator[Start]:
     parts = build(config)
     initial = copied(parts.learner.weights())
 
-    def started(workdir: Path, split: str = "never", after: int = 0) -> tuple[int, str]:
+    def started(workdir: Path, split: str = "never", after: int = 0, alarms: Alarms | None = None) -> tuple[int, str]:
         train.prepare(config, workdir)
         configs.save(config, workdir / "config.json")
         world, said = Preempted(**config.env.options), io.StringIO()
@@ -92,6 +93,7 @@ def start(config: ConfigDict) -> Iterator[Start]:
         here: Parts = replace(parts, world=world, rollouts=rollouts)
         here.learner.restore_weights(copied(initial))
         run = train.Run(config, workdir, here, Progress(said))
+        run.alarms = alarms or run.alarms
         try:
             return train.story(run, train.resume, train.warm_up, train.train, train.finish), said.getvalue()
         finally:
@@ -112,15 +114,27 @@ def test_sigterm_in_any_evaluation_saves_at_once_and_the_run_that_goes_on_makes_
         took = re.search(rf"saved at step {step}; the same command resumes \(saved (.*) s after SIGTERM\)", said)
         assert took and float(took[1]) < DEADLINE_S, said
         assert len(read(stopped / "metrics.jsonl")) == step - (split == "valid")
-    # What was killed after it made the evaluation, and before another step was saved, makes it again, and tells it once.
+    # What was killed after it told the evaluation, and before another step was saved, goes on from there.
     (stopped / "checkpoints" / "6").rename(tmp_path / "lost")
     code, said = start(stopped)
     assert code == train.EXIT_DONE
-    assert "resumed at step 4, whose evaluation is owed" in said
+    assert "resumed at step 4\n" in said
     assert steady_metrics(stopped) == steady_metrics(whole)
     assert trajectories(stopped) == trajectories(whole)
     assert (stopped / "eval.json").read_text() == (whole / "eval.json").read_text()
     jax.tree.map(np.testing.assert_array_equal, final_params(stopped, 6), final_params(whole, 6))
+
+
+def test_a_run_that_an_alarm_ends_at_a_step_that_it_owed_goes_on(start: Start, tmp_path: Path) -> None:
+    def low() -> Alarms:
+        """One that is raised as soon as there is an entropy to compare with, at step 4, and stays."""
+        return Alarms({"entropy": 100.0}, stop="entropy")
+
+    assert start(tmp_path, "valid")[0] == train.EXIT_AGAIN
+    with pytest.raises(train.Alarmed, match="at step 4 the entropy fell"):
+        start(tmp_path, alarms=low())
+    assert start(tmp_path, alarms=low())[0] == train.EXIT_DONE
+    assert [record["step"] for record in read(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
 
 
 # ---------------------------------------------------------------------- who is told, and who is not
@@ -139,7 +153,7 @@ def test_an_evaluation_is_given_up_by_all_hosts_where_one_is_to_stop() -> None:
         rollouts = Rollouts(world, Agent(PLAIN, world.tools, ScriptedSampler(PLAIN, write), Limits()), lambda: None, 0, options)
         try:
             how = {"split": "test", "tasks": 3, "hosts": hosts, "stop": lambda: hangs}
-            return f"{evaluate(rollouts, Sampling(max_tokens=20), **how)[0]['n']} tasks"
+            return f"{evaluate(rollouts, HeldOut(max_tokens=20), **how)[0]['n']} tasks"
         except Stopped:
             return "stopped"
         finally:
