@@ -19,7 +19,8 @@ from jaxagent.parts import faults
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 BASE = str(CONFIGS / "base.py")
-MISSING = ("jaxagent env install", "needs the program", "needs the package", "pip install 'jaxagent["')  # what a fault says that is of this machine
+# What a fault says that is of this machine.
+MISSING = ("jaxagent env install", "needs the program", "needs the package", "pip install 'jaxagent[")
 
 
 def faults_with(*overrides: str, spec: str = BASE) -> list[str]:
