@@ -315,7 +315,7 @@ def test_publishing_the_same_weights_in_the_middle_of_a_turn_changes_the_stamps_
 
 
 def test_without_weights_a_request_is_refused(make: Callable[..., Engine]) -> None:
-    with pytest.raises(ValueError, match="no weights yet"):
+    with pytest.raises(ValueError, match="no weights, none yet"):
         run(make(publish=False).generate(ask("a", [1])))
 
 

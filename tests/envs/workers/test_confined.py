@@ -80,7 +80,7 @@ def test_files_are_written_in_one_place_only_and_are_gone_with_it(place: Place) 
             "PermissionError",
             "FileNotFoundError",
         )
-    tried(place, "open('/tmp/mine', 'w').write('x')")  # its own, where it has one
+    tried(place, "found = open('/tmp/mine', 'w').write('x')")  # its own, where it has one
     assert not Path("/tmp/mine").exists()
     assert not Path("/box").exists()
 
