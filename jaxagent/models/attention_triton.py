@@ -253,9 +253,8 @@ def _kernel(
         cos, sin = (rope[...][None, :] for rope in ropes)
         return (x.astype(jnp.float32) * cos + other.astype(jnp.float32) * sin).astype(x.dtype)
 
-    q = q_ref[place, :]
+    q = heads(place + head * tile.sharing) if tile.decode else q_ref[place, :]
     if tile.decode:
-        q = heads(place + head * tile.sharing)
         q = (q.astype(jnp.float32) * tile.spec.scale).astype(q.dtype)
     at = first + jax.lax.div(place, tile.sharing)
     exact = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else None  # not the matrix units' own 19 bits

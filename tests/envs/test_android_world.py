@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from answering import answering
 from scripted import episode, script
 
 from jaxagent.agent import Limits
@@ -80,20 +81,9 @@ class Server:
 
 @asynccontextmanager
 async def running(count: int = 1) -> AsyncIterator[tuple[list[Server], str]]:
-    servers, urls, runners = [Server() for _ in range(count)], [], []
-    for server in servers:
-        app = web.Application()
-        app.router.add_route("*", "/{name:.*}", server.handle)
-        runners.append(web.AppRunner(app))
-        await runners[-1].setup()
-        site = web.TCPSite(runners[-1], "127.0.0.1", 0)
-        await site.start()
-        urls.append(f"http://127.0.0.1:{runners[-1].addresses[0][1]}")
-    try:
-        yield servers, ",".join(urls)
-    finally:
-        for runner in runners:
-            await runner.cleanup()
+    servers = [Server() for _ in range(count)]
+    async with answering([server.handle for server in servers]) as urls:
+        yield servers, urls
 
 
 def say(text: str) -> Message:

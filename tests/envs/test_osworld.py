@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from answering import answering
 from scripted import episode, script
 
 from jaxagent.agent import Limits
@@ -101,20 +102,9 @@ SHORT = (("st", "state"), ("cp", "component"))
 
 @asynccontextmanager
 async def running(count: int = 1) -> AsyncIterator[tuple[list[Guest], str]]:
-    guests, urls, runners = [Guest() for _ in range(count)], [], []
-    for guest in guests:
-        app = web.Application()
-        app.router.add_route("*", "/{name:.*}", guest.handle)
-        runners.append(web.AppRunner(app))
-        await runners[-1].setup()
-        site = web.TCPSite(runners[-1], "127.0.0.1", 0)
-        await site.start()
-        urls.append(f"http://127.0.0.1:{runners[-1].addresses[0][1]}")
-    try:
-        yield guests, ",".join(urls)
-    finally:
-        for runner in runners:
-            await runner.cleanup()
+    guests = [Guest() for _ in range(count)]
+    async with answering([guest.handle for guest in guests]) as urls:
+        yield guests, urls
 
 
 def note(identity: str = "", **changes: Any) -> dict[str, Any]:

@@ -368,6 +368,7 @@ class Door(http.server.BaseHTTPRequestHandler):
     def serve(self, method: str) -> None:
         length = int(self.headers.get("Content-Length") or 0)
         if length > _MOST_BYTES:
+            self.close_connection = True  # what is not read must not be taken for the next request
             self.say(413, {"status": "error", "message": f"a request of more than {_MOST_BYTES >> 20} MiB"})
             return
         self.body = self.rfile.read(length)
