@@ -7,7 +7,7 @@ trainers roll out: all sample, then all wait for the slowest tool, then comes th
 whole conversation prefilled again at every turn.
 
 Prints wall seconds and sampled tokens per second; ratios are within the run. `--parts` times the engine's programs instead,
-`--tails` two orders in which episodes get their slots: a few tasks take ten times as many turns as the others, and slots are
+`--tails` two orders in which episodes get their slots: a few tasks take many times the turns of the others, and slots are
 scarce. Rollouts, agent and engine are the trainer's, all tokens are the same in both orders, and the tasks come twice.
 """
 
@@ -71,7 +71,8 @@ def main() -> None:
     parser.add_argument("--parts", action="store_true")
     parser.add_argument("--tails", action="store_true")
     parser.add_argument("--slots", type=int, default=16, help="of --tails")
-    parser.add_argument("--long", type=int, default=1, help="tasks of --tails whose episodes take 10 times the turns")
+    parser.add_argument("--long", type=int, default=1, help="tasks of --tails whose episodes take the most turns")
+    parser.add_argument("--most", type=int, default=0, help="turns of these; 0: 10 times --turns")
     parser.add_argument("--sorted", action="store_true", help="these tasks come last, as where tasks grow harder")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
@@ -189,7 +190,8 @@ async def lock_step(engine: Engine, episodes: list[Episode], keep: bool) -> None
 
 def tails(options: argparse.Namespace) -> dict[str, dict[str, float]]:
     """Seconds of all episodes, first come first served and long ones first, when tasks come first and when they come again."""
-    groups, most, template = -(-options.episodes // options.group), 10 * options.turns, PlainTemplate()
+    groups, template = -(-options.episodes // options.group), PlainTemplate()
+    most = options.most or 10 * options.turns
     row_tokens = options.prompt_tokens + most * (options.turn_tokens + options.answer_tokens + 4)
     lengths = {"groups": groups, "rollouts": options.group, "turns": (options.turns, most), "endless": options.long}
     tools = {"tool_s": options.tool_ms / 1e3, "tool_sigma": options.tool_sigma, "sorted": options.sorted}

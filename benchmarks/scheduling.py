@@ -314,6 +314,14 @@ TAILS = {
     "4 of 64 tasks take 60 turns, the others about 6; 64 slots": (Shape(groups=64, turns=(6, 60), endless=4), 64),
     "the same, these tasks last": (Shape(groups=64, turns=(6, 60), endless=4, sorted=True), 64),
     "1 of 64 tasks, the last": (Shape(groups=64, turns=(6, 60), endless=1, sorted=True), 64),
+    "the same, tools of 10 s, sigma 0.3": (
+        Shape(groups=64, turns=(6, 60), endless=1, sorted=True, tool_s=10.0, tool_sigma=0.3),
+        64,
+    ),
+    "1 of 24 tasks, the last, takes 30 turns, the others about 4; such tools; 32 slots": (
+        Shape(groups=24, turns=(4, 30), endless=1, sorted=True, tool_s=10.0, tool_sigma=0.3),
+        32,
+    ),
     "64 tasks, log-normal, sigma 1, 6 turns in the middle, 60 at most; 64 slots": (
         Shape(groups=64, turns=(6, 60), between=1.0),
         64,

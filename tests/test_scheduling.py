@@ -94,3 +94,12 @@ def test_long_episodes_begin_first_where_slots_are_scarce_and_a_step_is_over_soo
     assert found["fifo 0"] > 1.2 * found["long first 0"]  # what is not known at first costs a little
     assert found["fifo 1"] > 1.3 * found["long first 1"]
     assert found["known 1"] == pytest.approx(found["long first 1"], rel=0.1)
+
+
+def test_where_tools_dominate_and_lengths_are_known_a_step_takes_two_thirds_of_first_come_first_served() -> None:
+    """Tools of 10 s, sigma 0.3; the episodes of the last of 24 tasks take 30 turns, the others about 4; 32 slots for 192."""
+    slow = Shape(groups=24, rollouts=8, turns=(4, 30), endless=1, sorted=True, tool_s=10.0, tool_sigma=0.3)
+    found = tails(slow, slots=32)
+    assert found["fifo 0"] > 1.2 * found["long first 0"]  # the first of every group is played before it is known which are long
+    assert found["fifo 1"] > 1.5 * found["long first 1"]
+    assert found["long first 1"] < 1.05 * found["bound 1"]
