@@ -29,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from jaxagent.heap import keep_freed_memory
 
 SHAPES: dict[str, dict[str, int]] = {
+    "tiny": {"vocab_size": 512, "width": 64, "layers": 2, "heads": 2, "kv_heads": 1, "head_width": 32, "ffn_width": 192},
     "small": {"vocab_size": 4096, "width": 256, "layers": 4, "heads": 4, "kv_heads": 2, "head_width": 64, "ffn_width": 768},
     "base": {"vocab_size": 8192, "width": 768, "layers": 12, "heads": 12, "kv_heads": 4, "head_width": 64, "ffn_width": 2048},
 }

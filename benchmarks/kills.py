@@ -18,8 +18,10 @@ what it sees is what the kill has hit. The phases:
 
 Compared at the end, bit for bit: the parameters and the optimizer's moments in the last checkpoint; every line of metrics.jsonl
 without the names in CLOCKED (times, and what engine and sandbox count); tokens, log-probs, versions and rewards of all stored
-trajectories, and the multiset of (task, seed, rollout) that was trained on; eval.json. The same command goes on where it was
-stopped. A kill that is aimed waits four steps for its phase: save and evaluate as often, --config.checkpoint.every=4
+trajectories, and the multiset of (task, seed, rollout) that was trained on; how many tokens were sampled in each of these
+episodes, as a multiset; eval.json. With --config.engine.exact=False a token's probability depends in its last bits on who is
+decoded beside it: prompts are the same then, and lengths as far as no draw was on such an edge. The same command goes on where
+it was stopped. A kill that is aimed waits four steps for its phase: save and evaluate as often, --config.checkpoint.every=4
 --config.evaluate.every=4.
 """
 
@@ -281,6 +283,26 @@ def prompts(rows: dict[str, list[Any]]) -> Counter[tuple[Any, ...]]:
     )
 
 
+def lengths(rows: dict[str, list[Any]]) -> Counter[int]:
+    """How many of the trained episodes have so many sampled tokens."""
+    return Counter(sum(mask) for label in rows if label.startswith("train") for *_, mask, _, _, _, _ in rows[label])
+
+
+def apart(a: Counter[int], b: Counter[int]) -> str:
+    """How far two distributions of lengths are from each other; empty where they are equal.
+
+    D = max |F_a - F_b|, which 5 % of samples of one distribution exceed from 1.36 sqrt(1/n + 1/m) on (Kolmogorov, Smirnov).
+    """
+    if a == b:
+        return ""
+    steps = range(max(a | b) + 1)
+    below = [[sum(n for x, n in one.items() if x <= step) / one.total() for step in steps] for one in (a, b)]
+    distance = max(abs(x - y) for x, y in zip(*below, strict=True))
+    means = [sum(x * n for x, n in one.items()) / one.total() for one in (a, b)]
+    chance = 1.36 * (1 / a.total() + 1 / b.total()) ** 0.5
+    return f"means {means[0]:.3f} and {means[1]:.3f}, distributions {distance:.4f} apart; chance reaches {chance:.3f} at 5 %"
+
+
 def differences(whole: Path, other: Path, step: int) -> dict[str, str]:
     """What differs, by what was compared; empty where nothing does."""
     want, got = arrays(whole, step), arrays(other, step)
@@ -301,6 +323,7 @@ def differences(whole: Path, other: Path, step: int) -> dict[str, str]:
         ),
         f"metrics ({counts[0]} lines)": first or ("" if counts[0] == counts[1] else f"{counts[1]} lines"),
         f"trained prompts ({sum(prompts(rows).values())})": "" if prompts(rows) == prompts(others) else "another multiset",
+        f"their lengths ({lengths(rows).total()})": apart(lengths(rows), lengths(others)),
         f"trajectories ({sum(map(len, rows.values()))})": ", ".join(sorted(labels)),
         "eval.json": "" if tables[0] == tables[1] else "differs",
     }

@@ -5,6 +5,9 @@ what `jaxagent plan --topology` tells of it. The learner's programs are compiled
 (`--layers`), since their layers stand one by one. Nothing runs. What was compiled is kept in a file (`--kept`), from which a
 table is gone on with, also by an environment that has the other compiler; `--programs` with nothing prints what is there.
 
+`--forecast` prints instead, for jobs to which nothing of the forecast was fitted, what it tells of each program and of the most
+that a chip holds in each phase, against the same with the compiler's figures in place of its own.
+
 How an iteration divides into rollouts and training is told by the scheduler on a virtual clock (benchmarks/scheduling.py): one
 replica with its share of the episodes, on a device as fast as the replica's chips, at assumed shares of their data sheets.
 """
@@ -107,6 +110,10 @@ JOBS = (
     Job("Qwen3-30B-A3B", "H200:8", {"expert": 2, "tensor": 4}, slots=128),
     Job("Qwen2.5-32B", "H200:8", {"fsdp": 2, "tensor": 4}, slots=64),
 )
+UNFITTED = (
+    Job("Qwen2.5-0.5B", "v5e:2x2", {"fsdp": 4}, slots=64),
+    Job("Llama-3.1-8B", "v5e:4x4", {"fsdp": 4, "tensor": 4}, slots=32, more=ADAPTERS),
+)
 PROGRAMS = ("gradient", "update", "decode", "append", "publish")
 
 
@@ -133,13 +140,20 @@ COLUMNS = (
 def main() -> None:
     """Prints the rows as they are known."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="*", default=list(dict.fromkeys(job.model for job in JOBS)))
-    parser.add_argument("--topologies", nargs="*", default=list(dict.fromkeys(job.topology for job in JOBS)))
+    parser.add_argument("--models", nargs="*", default=list(MODELS))
+    parser.add_argument("--topologies", nargs="*", default=list(dict.fromkeys(job.topology for job in (*JOBS, *UNFITTED))))
+    parser.add_argument("--forecast", action="store_true", help="the second table")
     parser.add_argument("--programs", nargs="*", default=list(PROGRAMS), choices=PROGRAMS)
     parser.add_argument("--layers", type=int, nargs=2, default=(2, 4), help="depths at which the engine is compiled")
     parser.add_argument("--kept", type=Path, default=Path("plans.json"), help="what was compiled before, and is now")
     options = parser.parse_args()
     kept = json.loads(options.kept.read_text()) if options.kept.is_file() else {}
+    if options.forecast:
+        print("| model | machine | mesh | of | told GB | compiled GB | told / compiled |\n|---|---|---|---|---:|---:|---:|")
+        for job in UNFITTED:
+            if job.model in options.models and job.topology in options.topologies:
+                tell(job, options, kept)
+        return
     print("| " + " | ".join(COLUMNS) + " |\n|" + "---|" * len(COLUMNS), flush=True)
     for job in JOBS:
         if job.model in options.models and job.topology in options.topologies:
@@ -174,6 +188,26 @@ def row(job: Job, options: argparse.Namespace, kept: dict[str, Any]) -> list[str
     cores = f"{cpu_s / wall_s:.2f} + {calls * PROGRAM_S / wall_s:.1f}"
     least = [bound(run, found, name) for name in ("gradient", "decode")]
     return [*cells, memory, most, fits, runs, *least, f"{wall_s:.0f}: {rollouts_s:.0f} + {training_s:.0f}", cores]
+
+
+def tell(job: Job, options: argparse.Namespace, kept: dict[str, Any]) -> None:
+    """The rows of a job in the second table."""
+    run = shapes(job)
+    told = forecast(run, 60.0)
+    found = judged(run, told, compile_some(job, run, options, kept))
+    mesh = " x ".join(f"{axis} {size}" for axis, size in job.mesh.items()) + (", adapters of rank 32" if job.more else "")
+    rows = {
+        f"temporaries of {name}": (told["temporary_bytes"][name], one["temporary_bytes"])
+        for name, one in found["programs"].items()
+        if "temporary_bytes" in one
+    }
+    known = {"gradient": ("gradient",), "update": ("update",), "sampling": ("append", "decode"), "publish": ("publish",)}
+    for phase, most in found["peak_bytes"].items():
+        if all("temporary_bytes" in found["programs"].get(name, {}) for name in known[phase]):
+            rows[f"the most at once, {phase}"] = told["peak_bytes"][phase], most
+    for name, (ours, theirs) in rows.items():
+        cells = f"{ours / 1e9:.3f} | {theirs / 1e9:.3f} | {ours / theirs:.2f}" if theirs else f"{ours / 1e9:.3f} | 0 |"
+        print(f"| {job.model} | {len(run.devices)} {told['chip']} | {mesh} | {name} | {cells} |", flush=True)
 
 
 def bound(run: Shapes, found: dict[str, Any], name: str) -> str:

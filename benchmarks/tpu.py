@@ -30,6 +30,16 @@ from jaxagent.topology import CHIPS, active_weights, by_place, devices_of, size_
 
 # config.json of each, as far as shapes go.
 MODELS: dict[str, dict[str, Any]] = {
+    "Qwen2.5-0.5B": {
+        "model_type": "qwen2",
+        "vocab_size": 151936,
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": True,
+    },
     "Qwen2.5-1.5B": {
         "model_type": "qwen2",
         "vocab_size": 151936,

@@ -11,6 +11,7 @@ import itertools
 import json
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -36,6 +37,7 @@ class Hosts:
 
     def __init__(self, index: int = 0, count: int = 1):
         self.index, self.count = index, count
+        self._waited_s = 0.0
 
     @property
     def first(self) -> bool:
@@ -64,8 +66,9 @@ class Hosts:
         """What every host gives, as JSON, in their order. All call it, at the same place."""
         if self.count == 1:
             return [value]
-        told = np.frombuffer(json.dumps(value).encode(), np.uint8)
+        told, began = np.frombuffer(json.dumps(value).encode(), np.uint8), time.monotonic()
         sizes = multihost_utils.process_allgather(np.asarray(len(told)))
+        self._waited_s += time.monotonic() - began
         room = 1 << max(10, int(sizes.max() - 1).bit_length())  # few sizes, so that few programs exist
         rows = multihost_utils.process_allgather(np.pad(told, (0, room - len(told))))
         return [json.loads(row[:size].tobytes()) for row, size in zip(rows, sizes, strict=True)]
@@ -99,6 +102,16 @@ class Hosts:
         told = self.gather({name: [v.total, v.count] if isinstance(v, Mean) else v for name, v in values.items()})
         names = dict.fromkeys(name for one in told for name in one)
         return {name: _joined(name, [one[name] for one in told if name in one]) for name in names}
+
+    def waits(self) -> dict[str, float]:
+        """Who waits for whom: the most and the least that a host has waited for the others, where they tell each other
+        something, since this was called last; and the slowest host, which waited least. Nothing where one is alone.
+        """
+        if self.count == 1:
+            return {}
+        waited, self._waited_s = self.gather(self._waited_s), 0.0
+        least = min(waited)
+        return {"hosts/waited_s_max": max(waited), "hosts/waited_s_min": least, "hosts/slowest": float(waited.index(least))}
 
     @contextmanager
     def ending_together(self, known: tuple[type[Exception], ...] = ()) -> Iterator[None]:
@@ -257,6 +270,13 @@ def rows_here(x: jax.Array) -> np.ndarray:
     return found
 
 
+def taken(x: jax.Array, names: tuple[str | None, ...], replica: DeviceMesh) -> jax.Array:
+    """What a replica's devices hold of an array of all hosts, as an array of the replica's own: the same memory, no copy."""
+    held = {shard.device: shard.data for shard in x.addressable_shards}
+    parts = [held[device] for device in replica.mesh.devices.flat]
+    return jax.make_array_from_single_device_arrays(x.shape, replica.sharding(names, x.shape), parts)
+
+
 def spread_fn(mesh: DeviceMesh, axes: Any, dtype: Any, replicas: Sequence[DeviceMesh]) -> Callable[[Any], list[Any]]:
     """What makes of the learner's weights those of this host's replicas, on meshes of their own devices.
 
@@ -274,16 +294,11 @@ def spread_fn(mesh: DeviceMesh, axes: Any, dtype: Any, replicas: Sequence[Device
 
     programs: dict[Any, Any] = {}
 
-    def own(x: jax.Array, names: tuple[str | None, ...], replica: DeviceMesh) -> jax.Array:
-        here = {shard.device: shard.data for shard in x.addressable_shards}
-        parts = [here[device] for device in replica.mesh.devices.flat]
-        return jax.make_array_from_single_device_arrays(x.shape, replica.sharding(names, x.shape), parts)
-
     def spread(params: Any) -> list[Any]:
         if not programs:
             cast = lambda w: jax.tree.map(lambda x: x if dtype is None else x.astype(dtype), w)  # noqa: E731
             programs["spread"] = jax.jit(cast, out_shardings=jax.tree.map(whole, params, axes))
         published = programs["spread"](params)
-        return [jax.tree.map(lambda x, names: own(x, names, replica), published, axes) for replica in replicas]  # noqa: B023
+        return [jax.tree.map(lambda x, names: taken(x, names, replica), published, axes) for replica in replicas]  # noqa: B023
 
     return spread

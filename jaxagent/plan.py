@@ -450,7 +450,8 @@ def lines(told: dict[str, Any]) -> list[str]:
         text += [
             "",
             f"a {told['chip']}: {chip.tflops:g} bf16 TFLOP/s, memory {chip.memory_gbps:g} GB/s, links {chip.link_gbps:g} GB/s",
-            "as compiled, for each program: arguments, temporaries, TFLOP and seconds at least, what goes over links",
+            "as compiled, for each program: arguments, temporaries, TFLOP at least and by the compiler, which counts a loop's body "
+            "once, seconds at least, what goes over links",
         ]
         for name, one in known["programs"].items():
             if "refused" in one:
@@ -459,7 +460,8 @@ def lines(told: dict[str, Any]) -> list[str]:
             bound = max(one["at_least"], key=lambda limit: one["at_least"][limit])
             least = f"{one['at_least'][bound]:.2e} s ({bound.removesuffix('_s')})"
             sizes = f"{size(one['argument_bytes']):>12}{size(one['temporary_bytes']):>14}"
-            text += [f"  {name:<10}{sizes}  {one['flop_at_least'] / 1e12:8.3f}  {least}  {one['collectives']}"]
+            work = f"{one['flop_at_least'] / 1e12:8.3f}{one['flop_with_loops_once'] / 1e12:8.3f}"
+            text += [f"  {name:<10}{sizes}  {work}  {least}  {one['collectives']}"]
         text += ["the most at once", *(f"  {name:<18}{size(n):>14}" for name, n in known["peak_bytes"].items())]
         text += [
             f"an iteration at least: {name.removesuffix('_s')} {x:.3g} s" for name, x in known["iteration_at_least"].items()

@@ -413,6 +413,7 @@ def train(run: Run) -> None:
                 stop=(lambda: run.stopping) if run.hosts.count == 1 else None,  # several agree on it after the step
             )
         values = run.hosts.combined(described(run, sampled) | group_metrics(groups, sampled) | run.feed.metrics())
+        values |= run.hosts.waits()
         # Gradients, as far as they were not computed while other groups were played: rows without advantage cost nothing.
         with run.clock.part("train"):
             values |= update.finish(groups)

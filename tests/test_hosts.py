@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ import tiny
 from scripted import ScriptedSampler
 from test_rollout import PLAIN, SAMPLING, drawing, facts, rollouts
 from test_train import final_params
-from two_hosts import CONFIG, OPTIONS, everything, two_steps
+from several_hosts import CONFIG, OPTIONS, everything, two_steps
 
 from jaxagent.__main__ import main as command
 from jaxagent.algos.table import TABLE
@@ -142,20 +143,22 @@ def free_port() -> int:
         return int(found.getsockname()[1])
 
 
-def environment(port: int, index: int, devices: int = 2) -> dict[str, str]:
-    told = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": f"{index}"}
+def environment(port: int, index: int, devices: int = 2, hosts: int = 2) -> dict[str, str]:
+    told = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "JAX_NUM_PROCESSES": f"{hosts}", "JAX_PROCESS_ID": f"{index}"}
     paths = os.pathsep.join([str(HERE.parent), str(HERE), os.environ.get("PYTHONPATH", "")])
     own = {"JAX_NUM_CPU_DEVICES": f"{devices}", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "PYTHONPATH": paths}
     return {**os.environ, **own, **(told if index >= 0 else {})}
 
 
-def test_two_processes_take_the_steps_of_one_and_each_has_its_own_copy_to_sample_from(tmp_path: Path) -> None:
+@pytest.mark.parametrize("hosts", [2, pytest.param(4, marks=pytest.mark.learning)])
+def test_several_processes_take_the_steps_of_one_and_each_has_its_own_copy_to_sample_from(hosts: int, tmp_path: Path) -> None:
+    """Two devices each; of four processes one has no rows at all, and two replicas of the training mesh share them."""
     port = free_port()
-    outs = [tmp_path / f"{i}.npz" for i in range(2)]
-    both = [
+    outs = [tmp_path / f"{i}.npz" for i in range(hosts)]
+    processes = [
         subprocess.Popen(
-            [sys.executable, str(HERE / "two_hosts.py"), str(out)],
-            env=environment(port, i),
+            [sys.executable, str(HERE / "several_hosts.py"), str(out)],
+            env=environment(port, i, hosts=hosts),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -163,16 +166,18 @@ def test_two_processes_take_the_steps_of_one_and_each_has_its_own_copy_to_sample
         for i, out in enumerate(outs)
     ]
     try:
-        said = [process.communicate(timeout=PATIENCE_S)[0] for process in both]
+        said = [process.communicate(timeout=PATIENCE_S)[0] for process in processes]
     finally:
-        for process in both:
+        for process in processes:
             process.kill()
-    assert [process.returncode for process in both] == [0, 0], said
+    assert [process.returncode for process in processes] == [0] * hosts, said
     found = [dict(np.load(out)) for out in outs]
     for one in found:
         assert all(value for name, value in one.items() if name.startswith("fact ")), one
-    assert found[0]["told batches"] == found[1]["told batches"] == found[0]["told own"] > found[1]["told own"]
-    mesh = DeviceMesh.build(data=1, fsdp=4, devices=jax.devices()[:4])
+        assert one["fact no copies"] and one["told batches"] == found[0]["told own"]
+    own = [int(one["told own"]) for one in found]
+    assert own[0] > own[1] and (hosts < 4 or own[3] == 0)
+    mesh = DeviceMesh.build(data=hosts // 2, fsdp=4, devices=jax.devices()[: 2 * hosts])
     learner = Learner(CONFIG, tiny.params(CONFIG), mesh, TABLE["grpo"], OPTIONS)
     told = two_steps(learner, ALONE)
     want = everything(learner.params)
@@ -195,29 +200,48 @@ STORY = (
     *("evaluate.every=0", "evaluate.tasks=4", "evaluate.final_tasks=4", "evaluate.ablate=False", "sandbox.code=off"),
     *("checkpoint.every=1", "optimizer.lr=1e-4", "optimizer.warmup_steps=0", "alarms.stop="),
 )
+# The quickstart itself, smaller: its world, its tools in a sandbox of each process, its warm-up.
+QUICKSTART = (
+    *("model.width=32", "model.layers=1", "model.heads=1", "model.ffn_width=64", "warmup.steps=24", "warmup.demos=384"),
+    *("warmup.batch=16", "feed.prompts=4", "feed.rollouts=4", "learner.batch_rows=4", "checkpoint.every=1", "alarms.stop="),
+    *("evaluate.every=0", "evaluate.tasks=4", "evaluate.final_tasks=4", "evaluate.ablate=False", "mesh.fsdp=2"),
+)
 
 
-def started(workdir: Path, log: Path, index: int, port: int, steps: int, devices: int = 2) -> subprocess.Popen[bytes]:
-    settings = (*STORY, f"train.steps={steps}", f"mesh.cpu_devices={devices}")
-    command = [sys.executable, "-m", "jaxagent", "train", f"--config={HERE.parent / 'configs' / 'base.py'}"]
-    command += [f"--workdir={workdir}", *(f"--config.{setting}" for setting in settings)]
-    kept = environment(port, index, devices)
+@dataclass(frozen=True)
+class Story:
+    """A run of so many steps of training. Args: devices: of each process."""
+
+    steps: int
+    hosts: int = 2
+    devices: int = 2
+    config: str = "base"
+
+    @property
+    def settings(self) -> tuple[str, ...]:
+        return (*(STORY if self.config == "base" else QUICKSTART), f"train.steps={self.steps}", f"mesh.cpu_devices={self.devices}")
+
+
+def started(workdir: Path, log: Path, index: int, port: int, story: Story) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "jaxagent", "train", f"--config={HERE.parent / 'configs' / story.config}.py"]
+    command += [f"--workdir={workdir}", *(f"--config.{setting}" for setting in story.settings)]
+    kept = environment(port, index, story.devices, story.hosts)
     kept.pop("JAX_NUM_CPU_DEVICES")
     with log.open("wb") as out:
         return subprocess.Popen(command, cwd=HERE.parent, env=kept, stdout=out, stderr=subprocess.STDOUT)
 
 
-def trained(workdir: Path, hosts: int, steps: int, devices: int = 2) -> list[str]:
+def trained(workdir: Path, story: Story) -> list[str]:
     """Trains to the end; returns what the processes said."""
-    logs, port = [workdir.with_suffix(f".{i}.log") for i in range(hosts)], free_port()
-    processes = [started(workdir, log, i if hosts > 1 else -1, port, steps, devices) for i, log in enumerate(logs)]
+    logs, port = [workdir.with_suffix(f".{i}.log") for i in range(story.hosts)], free_port()
+    processes = [started(workdir, log, i if story.hosts > 1 else -1, port, story) for i, log in enumerate(logs)]
     try:
         codes = [process.wait(PATIENCE_S) for process in processes]
     finally:
         for process in processes:
             process.kill()
     said = [log.read_text() for log in logs]
-    assert codes == [0] * hosts, said
+    assert codes == [0] * story.hosts, said
     return said
 
 
@@ -232,28 +256,39 @@ def weights_of(workdir: Path, step: int) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.learning
-def test_two_processes_train_what_one_trains(tmp_path: Path) -> None:
-    one, two = tmp_path / "one", tmp_path / "two"
-    trained(one, 1, steps=2, devices=4)
-    trained(two, 2, steps=2)
+@pytest.mark.parametrize(
+    "story", [Story(2), Story(2, 2, 2, "quickstart"), Story(2, 4, 1, "quickstart")], ids=["two", "two use tools", "four use tools"]
+)
+def test_several_processes_train_what_one_trains_and_one_of_them_tells(story: Story, tmp_path: Path) -> None:
+    alone, together = tmp_path / "alone", tmp_path / "together"
+    trained(alone, replace(story, hosts=1, devices=story.hosts * story.devices))
+    said = trained(together, story)
     for step in (1, 2):
-        assert stored(one, step) == stored(two, step) and len(stored(two, step)) == 16
-    assert (two / "trajectories" / "host-1" / "train-000001.jsonl").is_file()
-    want, found = weights_of(one, 2), weights_of(two, 2)
+        assert stored(alone, step) == stored(together, step) and len(stored(together, step)) == 16
+    want, found = weights_of(alone, 2), weights_of(together, 2)
     for name, value in want.items():
         np.testing.assert_allclose(found[name], value, atol=1e-6)
-    records = [read(workdir / "metrics.jsonl") for workdir in (one, two)]
-    for alone, both in zip(*records, strict=True):
+    records = [read(workdir / "metrics.jsonl") for workdir in (alone, together)]
+    for one, all_ in zip(*records, strict=True):
         for name in ("reward/mean", "rollout/entropy", "rollout/tokens", "credit/advantage_mean", "policy/tokens"):
-            assert both[name] == pytest.approx(alone[name], abs=1e-6), name
-    assert json.loads((one / "eval.json").read_text()) == json.loads((two / "eval.json").read_text())
+            assert all_.get(name) == pytest.approx(one.get(name), abs=1e-6), name
+    calls = sum(record.get("rollout/tool_calls", 0) for record in records[1])
+    assert (calls > 0) == (story.config == "quickstart")
+    assert json.loads((alone / "eval.json").read_text()) == json.loads((together / "eval.json").read_text())
+    # One log on a terminal, one page, one file of metrics; every process keeps the trajectories and the sandbox of its own.
+    for name in ("report.html", "metrics.jsonl", "eval.json"):
+        assert list(together.rglob(name)) == [together / name]
+    assert "report:" in said[0] and not any("report:" in other or "step" in other for other in said[1:]), said[1:]
+    for index in range(1, story.hosts):
+        assert (together / "trajectories" / f"host-{index}" / "train-000001.jsonl").is_file()
+    assert 0 <= records[1][-1]["hosts/waited_s_min"] <= records[1][-1]["hosts/waited_s_max"]
 
 
 @pytest.mark.learning
 def test_a_killed_process_ends_the_other_with_a_reason_and_a_restart_goes_on_with_two_or_with_one(tmp_path: Path) -> None:
-    workdir, port, steps = tmp_path / "run", free_port(), 10
+    workdir, port, story = tmp_path / "run", free_port(), Story(10)
     logs = [tmp_path / f"{i}.log" for i in range(2)]
-    processes = [started(workdir, log, i, port, steps) for i, log in enumerate(logs)]
+    processes = [started(workdir, log, i, port, story) for i, log in enumerate(logs)]
     deadline = time.monotonic() + PATIENCE_S
     while not (workdir / "checkpoints" / "3").is_dir() and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -265,9 +300,9 @@ def test_a_killed_process_ends_the_other_with_a_reason_and_a_restart_goes_on_wit
     said = logs[0].read_text()
     assert "another host has ended" in said or "another task died" in said
     done = max(int(path.name) for path in (workdir / "checkpoints").iterdir() if path.name.isdecimal())
-    assert 3 <= done < steps
+    assert 3 <= done < story.steps
     shutil.copytree(workdir, tmp_path / "alone")
     for copy, hosts in ((workdir, 2), (tmp_path / "alone", 1)):
-        assert f"resumed at step {done}" in trained(copy, hosts, steps)[0]
+        assert f"resumed at step {done}" in trained(copy, replace(story, hosts=hosts))[0]
         steps_told: Sequence[int] = [record["step"] for record in read(copy / "metrics.jsonl")]
-        assert steps_told == list(range(1, steps + 1))
+        assert steps_told == list(range(1, story.steps + 1))

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import compilations
 import jax
 import pytest
 from flax import nnx
@@ -162,6 +164,22 @@ def test_a_plan_is_told_and_one_that_cannot_fit_is_refused_in_a_sentence(capsys:
     assert told["held_bytes"]["weights"] > told["memory_bytes"]
     assert "does not fit: a device needs" in err and "the moments with" in err and "mesh.fsdp" in err
     assert len(err.splitlines()) == 1
+
+
+def test_a_plan_is_read_as_lines_and_nothing_is_compiled_for_it(capsys: pytest.CaptureFixture[str]) -> None:
+    changes = ("mesh.data=2", "mesh.fsdp=2", "mesh.cpu_devices=8", "feed.max_staleness=2")
+    before = len(compilations.compiled)
+    assert command(["plan", f"--config={SPEC}", "--iteration-s=2", *(f"--config.{change}" for change in changes)]) == 0
+    assert compilations.compiled[before:] == []
+    text = capsys.readouterr().out.splitlines()
+    assert "training mesh: data 2 x fsdp 2" in text[1] and text[2] == "sampling: 4 replicas of 1 devices, 32 trajectories each"
+    parts = {line.split("  ")[1] for line in text if line.startswith("  ")}
+    assert parts >= {"weights", "moments", "gradient sum", "sampler copy", "key-value cache", "gradient", "update", "sampling"}
+    programs = next(line for line in text if line.startswith("programs to compile"))
+    assert re.fullmatch(r"programs to compile: \d+; prefill lengths \[4, 8\], positions read \[80\]", programs)
+    work = next(line for line in text if line.startswith("an iteration at most"))
+    assert "8 episodes" in work and "2 optimizer steps, staleness 2" in work
+    assert re.search(r"64 calls, .* CPU-s beside the programs' own: 0\.\d+ cores for iterations of 2 s", text[-1])
 
 
 def test_a_config_with_faults_and_a_mesh_that_does_not_fit_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
