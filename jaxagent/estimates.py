@@ -117,15 +117,19 @@ def decode_temporaries(engine: EngineShapes) -> int:
 
 
 def append_temporaries(engine: EngineShapes) -> int:
-    """Bytes of the longest prefill beside its arguments, estimated: scores, gathered keys and values, and a layer's work.
+    """Bytes of the longest prefill beside its arguments, estimated: the residual stream, and of one layer the larger of its
+    attention, which are scores, gathered keys and values, and of its feed-forward part.
 
-    Kernels over pages hold neither scores nor what they gather.
+    Kernels over pages hold neither scores nor what they gather. Of the last layer only keys and values are wanted, where nobody
+    asks for log-probs of what is fed.
     """
     o, c, tensor = engine.options, engine.config, engine.mesh.size["tensor"]
     tokens, width = o.append_rows * o.append_tokens[-1], width_bytes(o.dtype)
-    scores = 2 * tokens * max(1, c.heads // tensor) * o.chunk * 4
-    gathered = 2 * o.append_rows * max(1, c.kv_heads // tensor) * c.head_width * o.chunk * width
-    work = tokens * (4 * c.width + 2 * c.ffn_width * max(1, c.experts_per_token) // tensor)
+    held, feed_forward = 2 * tokens * c.width, 2 * tokens * c.ffn_width * max(1, c.experts_per_token) // tensor
     if o.pages and engine.mesh.platform != "cpu":
-        return work * width
-    return scores + gathered + 4 * work
+        return (2 * held + feed_forward) * width
+    if c.layers == 1 and not o.prompt_logprobs:
+        return (held + 2 * tokens * max(1, c.kv_heads // tensor) * c.head_width) * width
+    scores = tokens * max(1, c.heads // tensor) * o.chunk * 4
+    gathered = 2 * o.append_rows * max(1, c.kv_heads // tensor) * c.head_width * o.chunk * width
+    return held * width + max(scores + gathered, feed_forward * width)
