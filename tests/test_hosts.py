@@ -21,9 +21,9 @@ import numpy as np
 import pytest
 import tiny
 from scripted import ScriptedSampler
+from several_hosts import CONFIG, OPTIONS, everything, two_steps
 from test_rollout import PLAIN, SAMPLING, drawing, facts, rollouts
 from test_train import final_params
-from several_hosts import CONFIG, OPTIONS, everything, two_steps
 
 from jaxagent.__main__ import main as command
 from jaxagent.algos.table import TABLE
@@ -219,7 +219,11 @@ class Story:
 
     @property
     def settings(self) -> tuple[str, ...]:
-        return (*(STORY if self.config == "base" else QUICKSTART), f"train.steps={self.steps}", f"mesh.cpu_devices={self.devices}")
+        return (
+            *(STORY if self.config == "base" else QUICKSTART),
+            f"train.steps={self.steps}",
+            f"mesh.cpu_devices={self.devices}",
+        )
 
 
 def started(workdir: Path, log: Path, index: int, port: int, story: Story) -> subprocess.Popen[bytes]:
@@ -257,7 +261,9 @@ def weights_of(workdir: Path, step: int) -> dict[str, np.ndarray]:
 
 @pytest.mark.learning
 @pytest.mark.parametrize(
-    "story", [Story(2), Story(2, 2, 2, "quickstart"), Story(2, 4, 1, "quickstart")], ids=["two", "two use tools", "four use tools"]
+    "story",
+    [Story(2), Story(2, 2, 2, "quickstart"), Story(2, 4, 1, "quickstart")],
+    ids=["two", "two use tools", "four use tools"],
 )
 def test_several_processes_train_what_one_trains_and_one_of_them_tells(story: Story, tmp_path: Path) -> None:
     alone, together = tmp_path / "alone", tmp_path / "together"
