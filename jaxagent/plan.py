@@ -450,8 +450,8 @@ def lines(told: dict[str, Any]) -> list[str]:
         text += [
             "",
             f"a {told['chip']}: {chip.tflops:g} bf16 TFLOP/s, memory {chip.memory_gbps:g} GB/s, links {chip.link_gbps:g} GB/s",
-            "as compiled, for each program: arguments, temporaries, TFLOP at least and by the compiler (of a loop its body once),",
-            "seconds at least, what goes over links",
+            "as compiled, for each program: arguments, temporaries, TFLOP at least and by the compiler (loops once), seconds",
+            "at least, what goes over links",
         ]
         for name, one in known["programs"].items():
             if "refused" in one:
