@@ -212,7 +212,7 @@ def weak(out: Path) -> None:
         at = records[-len(told) :]
         cpu_s, wall_s = (at[-1][name] - at[0][name] for name in ("cpu_s", "wall_s"))
         episodes = len(rows(out / kind.name)) / len(told)
-        tokens = sum(record["policy/tokens"] for record in told[1:])
+        tokens = sum(record.get("policy/tokens", 0) for record in told[1:])  # of a step in which all groups are alike, none
         each = cpu_s / episodes / (len(told) - 1)
         first = first or each
         cells = f"{episodes:.0f} | {each:.4f} | {each / first:.2f} | {tokens / cpu_s:.0f} | {tokens / wall_s:.0f}"
