@@ -270,7 +270,8 @@ class Shown(Served):
             said = place.call("reset", task=task, seed=task["seed"]).result()
             text = said.get("text", "")
             messages = [Message("user", f"{self.rules}\n\n{text}" if self.rules else text)]
-            for action in place.call("oracle").result():
+            follow = self.guide(place.call("oracle").result(), rng)
+            while (action := follow(said.get("text", ""))) is not None:
                 messages.append(spoken(action))
                 said = place.call("step", action=action).result()
                 if said.get("done"):
@@ -279,6 +280,11 @@ class Shown(Served):
         finally:
             pool.give_back(place)
         return messages
+
+    def guide(self, actions: list[Any], rng: random.Random) -> Callable[[str], Any]:
+        """From what the world says to the demonstrator's next action, None at the end: the oracle's, one after the other."""
+        left = iter(actions)
+        return lambda text: next(left, None)
 
 
 def spoken(action: Any) -> Message:

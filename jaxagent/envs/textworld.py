@@ -15,40 +15,80 @@ is: where one came from and which ways are dead ends has to be remembered. Such 
 from __future__ import annotations
 
 import os
+import random
+from collections.abc import Callable
 from pathlib import Path
 
 from jaxagent.envs.env import Task
 from jaxagent.envs.synchronous import Shown
 
 KINDS = ("coins", "quest")
+BACK = {"e": "w", "w": "e", "n": "s", "s": "n"}
 RULES = "You play a text adventure. Answer with one command, as in: go east; open chest; take key; unlock door with key."
+
+
+class TextWorld(Shown):
+    slips, moves = 0.0, 0
+
+    def task(self, split: str, index: int) -> Task:
+        return super().task(split, index % self.sizes[split])
+
+    def guide(self, actions: list[str], rng: random.Random) -> Callable[[str], str | None]:
+        return Slipping(actions, self.slips, self.moves, rng) if self.slips else super().guide(actions, rng)
+
+
+class Slipping:
+    """Follows a walkthrough told in letters, and goes another way now and then, from which it comes back."""
+
+    def __init__(self, actions: list[str], slips: float, moves: int, rng: random.Random):
+        self.left, self.slips, self.moves, self.rng = actions[::-1], slips, moves, rng
+
+    def __call__(self, text: str) -> str | None:
+        self.moves -= 1
+        if not self.left or self.moves < 0:
+            return None
+        letter = self.left.pop()
+        others = [other for other in text.rpartition(" ")[2] if other not in (letter, "t")]
+        if letter != "t" and others and self.rng.random() < self.slips:
+            other = self.rng.choice(others)
+            self.left += [letter, BACK[other]]
+            return other
+        return letter
 
 
 def make_world(
     kind: str = "coins",
     levels: tuple[int, ...] = (1, 2, 3, 4, 5),
     held_out: tuple[int, ...] = (),
+    shown: tuple[int, ...] = (),
     games: int = 100,
     told: tuple[str, ...] = ("commands",),
+    demo_slips: float = 0.0,
+    demo_moves: int = 12,
     rules: bool = True,
     workers: int = 0,
     timeout_s: float = 120.0,
-) -> Shown:
+) -> TextWorld:
     """The world.
 
     Args:
         kind: coins or quest.
         levels: of the games, in turn; a curriculum is a run with higher ones from the checkpoint of one with lower.
         held_out: levels of valid and test games where they are others, such as larger ones.
-        games: of the training split; half as many are held out in each of the others.
+        shown: levels of the games whose walkthroughs are demonstrated where they are others, such as easier ones.
+        games: of the training split, and half as many of each of the others. More demonstrations than that show a game again.
         told: beside rooms and the goal: `commands`, all that are admissible, after every observation; `hints`, the
             whole way, at the start. Or `brief` alone, for coins: a room is a line, and a command a letter.
+        demo_slips: told in brief, how often the demonstrator goes another way than its walkthrough's; it comes back.
+        demo_moves: after which a demonstrator that slips gives up.
         rules: whether the first observation begins with the rules.
     """
-    levels, held_out = tuple(levels), tuple(held_out)
+    levels = tuple(levels)
+    played = {"train": levels, "demo": tuple(shown) or levels, "valid": tuple(held_out) or levels}
+    played["test"] = played["valid"]
     if kind not in KINDS:
         raise ValueError(f"env.options.kind must be one of {', '.join(KINDS)}; got {kind!r}")
-    for name, given in {"levels": levels, "held_out": held_out or levels}.items():
+    for name, given in {"levels": levels, "held_out": played["test"], "shown": played["demo"]}.items():
         if not given or not all(1 <= level <= (300 if kind == "coins" else 30) for level in given):
             raise ValueError(f"env.options.{name} must be 1 to 300 for coins, 1 to 30 for quest; got {given}")
     if games < 2:
@@ -59,13 +99,16 @@ def make_world(
         raise ValueError(f"env.options.told must be among commands and hints, or brief alone for coins; got {told} for {kind}")
 
     def describe(split: str, index: int) -> Task:
-        played = held_out if held_out and split in ("valid", "test") else levels
-        level = played[index % len(played)]
+        level = played[split][index % len(played[split])]
         return {"level": level, "difficulty": f"level {level:03d}"}
+
+    if not 0 <= demo_slips < 1 or (demo_slips and told != ("brief",)):
+        raise ValueError(f"env.options.demo_slips must be within 0 and 1, above 0 only if told is brief; got {demo_slips}")
 
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxagent" / "games"
     how = {name: name in told for name in ("hints", "commands", "brief")}
     options = {"kind": kind, **how, "games": str(cache.absolute())}
-    world = Shown("textworld", options, describe, rules=RULES * rules, workers=workers, timeout_s=timeout_s)
+    world = TextWorld("textworld", options, describe, rules=RULES * rules, workers=workers, timeout_s=timeout_s)
+    world.slips, world.moves = demo_slips, demo_moves
     world.sizes = {split: games if split == "train" else games // 2 for split in ("train", "demo", "valid", "test")}
     return world

@@ -66,6 +66,33 @@ def test_told_in_brief_a_room_is_a_line_and_its_letters_win_as_commands_do() -> 
         assert ([step.reward for step in steps], steps[-1].reason) == ([0.0] * 6 + [1.0], "won")
 
 
+def test_a_demonstrator_that_slips_goes_other_ways_and_comes_back_to_its_walkthrough() -> None:
+    options = {"levels": (103,), "shown": (105,), "told": ("brief",), "rules": False, "demo_moves": 40}
+    straight, slipping = (made(textworld.make_world, **options, demo_slips=slips) for slips in (0.0, 0.5))
+    task = slipping.task("demo", 0)
+    way = demonstrated(straight, 0)
+    walks = [slipping.demonstrate(task, random.Random(seed)) for seed in range(4)]
+    assert (len(way), task["level"]) == (5, 105)
+    assert (slipping.task("demo", 50), slipping.task("demo", 49) != task) == (task, True)  # half of a hundred games
+    for messages in walks:
+        rooms = [message.content.split()[-1] for message in messages if message.role == "user"]
+        walk = [message.content for message in messages if message.role == "assistant"]
+        assert all(letter in room for room, letter in zip(rooms, walk, strict=False))
+        kept = list[str]()  # without what was walked back
+        for letter in walk:
+            if kept and letter == textworld.BACK.get(kept[-1]):
+                kept.pop()
+            else:
+                kept.append(letter)
+        assert kept == way
+    assert max(map(len, walks)) > 2 * len(way)
+
+
+def test_a_demonstrator_that_slips_gives_up_after_its_moves() -> None:
+    guide = textworld.Slipping(["e", "t"], slips=0.0, moves=1, rng=random.Random(0))
+    assert [guide("attic e"), guide("cellar tw")] == ["e", None]
+
+
 def test_commands_that_end_the_machine_or_write_files_are_no_moves() -> None:
     world = made(textworld.make_world, levels=(2,))
     nothing = ["quit", "Restart", "save\ngame", "\x00", "☃", "", "x" * 5000, "undo. quit", "look. quit. yes"]
@@ -85,6 +112,9 @@ def test_commands_that_end_the_machine_or_write_files_are_no_moves() -> None:
         ({"games": 1}, "games must be"),
         ({"kind": "quest", "told": ("brief",)}, "told must be"),
         ({"told": ("brief", "hints")}, "told must be"),
+        ({"shown": (301,)}, "shown must be"),
+        ({"told": ("brief",), "demo_slips": 1.0}, "demo_slips must be"),
+        ({"demo_slips": 0.3}, "demo_slips must be"),
     ],
 )
 def test_what_no_adventure_can_be_is_refused(options: dict[str, Any], named: str) -> None:
