@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
+import ast
 import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -16,10 +19,14 @@ from jaxagent.__main__ import parser
 from jaxagent.types import StopReason
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted([ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("docs/concepts/*.md")])
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/*.md"), *ROOT.glob("docs/concepts/*.md")])
 CONCEPTS = [page for page in PAGES if page.parent.name == "concepts"]
+ADDING = ROOT / "docs" / "ADDING.md"
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 SCREENS = 80  # lines of two screens
+RECIPES = ("A world", "A tool", "An algorithm", "A model family", "A sandbox service")  # each with an example that runs
+VARIABLES = re.compile(r"^(?:[A-Z_]+=\S* )+")  # of the environment, before a command
+PLACEHOLDER = re.compile(r"=(?:[A-Z]+|\.\.\.)$|(?<=://)HOST")
 
 
 def blocks(page: Path, language: str) -> str:
@@ -27,12 +34,50 @@ def blocks(page: Path, language: str) -> str:
 
 
 def commands() -> list[str]:
-    """Every command line of ours that stands in a block."""
+    """Every command line of ours that stands in a block of its own, whole."""
     found = []
     for page in PAGES:
         for _, text in BLOCK.findall(page.read_text()):
             lines = (re.split(r"\s#", line)[0].strip() for line in text.splitlines())
             found += [line for line in lines if line.startswith("jaxagent ")]
+    return found
+
+
+def mentions(*programs: str) -> list[str]:
+    """What the text, its blocks and its indented lines show of these programs; a command may be named without what it needs."""
+    found = []
+    for page in PAGES:
+        prose = BLOCK.sub("", page.read_text())
+        shown = [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", prose)]
+        shown += [line.strip() for line in re.findall(r"^ {4,}(.*)$", prose, re.MULTILINE)]
+        shown += [line.strip() for _, text in BLOCK.findall(page.read_text()) for line in text.splitlines()]
+        shown = [VARIABLES.sub("", re.split(r"\s#", line)[0].strip()) for line in shown]
+        found += [line for line in shown if line.startswith(tuple(f"{program} " for program in programs))]
+    return sorted(set(found))
+
+
+def relaxed(whole: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """A parser that takes a command without what it needs, and refuses what it does not know."""
+    for action in whole._actions:
+        action.required = False
+        if isinstance(action, argparse._SubParsersAction):
+            for one in action.choices.values():
+                relaxed(one)
+        elif not action.option_strings and action.nargs is None:
+            action.nargs = "?"
+    for group in whole._mutually_exclusive_groups:
+        group.required = False
+    return whole
+
+
+def flags_of(program: Path) -> set[str]:
+    """The flags that a program declares, and those of the programs beside it that it imports."""
+    tree, found = ast.parse(program.read_text()), set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "add_argument":
+            found |= {word.value for word in node.args if isinstance(word, ast.Constant)}
+        if isinstance(node, ast.ImportFrom) and node.module and (beside := program.with_name(f"{node.module}.py")).exists():
+            found |= flags_of(beside)
     return found
 
 
@@ -54,6 +99,19 @@ def test_the_python_of_a_page_runs_from_top_to_bottom(page: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.parametrize("code", [code for language, code in BLOCK.findall(ADDING.read_text()) if language == "python"])
+def test_an_example_of_adding_runs_by_itself(code: str) -> None:
+    assert "assert" in code, "an example shows that the thing works"
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_recipe_has_an_example(recipe: str) -> None:
+    (section,) = re.findall(rf"^## {recipe} \(.*?(?=^## |\Z)", ADDING.read_text(), re.DOTALL | re.MULTILINE)
+    assert "```python\n" in section
+
+
 @pytest.mark.parametrize("page", CONCEPTS, ids=lambda page: page.stem)
 def test_a_concept_takes_two_screens(page: Path) -> None:
     assert len(page.read_text().splitlines()) <= SCREENS
@@ -69,6 +127,39 @@ def test_a_command_is_one_that_exists(line: str) -> None:
         config, faults = configs.load(str(ROOT / spec), overrides)
         assert not faults
         assert parts.faults(config) == []  # what `train` and `finetune` would refuse
+
+
+@pytest.mark.parametrize("line", mentions("jaxagent"))
+def test_a_command_that_is_mentioned_has_what_is_shown_of_it(line: str) -> None:
+    words = [PLACEHOLDER.sub("=1", word) for word in shlex.split(line)[1:]]
+    overrides = [word.removeprefix("--config.") for word in words if word.startswith("--config.")]
+    relaxed(parser()).parse_args([word for word in words if not word.startswith("--config.")])
+    assert {override.partition("=")[0] for override in overrides} <= known_keys()
+    assert [word for word in words if "configs/" in word and not (ROOT / word.split("=")[-1].split(":")[0]).exists()] == []
+
+
+@pytest.mark.parametrize("line", mentions("make"))
+def test_a_target_that_is_shown_exists(line: str) -> None:
+    targets = set(re.findall(r"^([a-z]+):.*## ", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert set(line.split()[1:]) <= targets
+
+
+@pytest.mark.parametrize("line", mentions("python"))
+def test_a_program_that_is_shown_exists_and_takes_the_flags_shown(line: str) -> None:
+    words = [word for word in shlex.split(line)[1:] if word not in ("-m", "pytest", "parity")]
+    assert [word for word in words if "/" in word and not (ROOT / word).exists()] == []
+    program = ROOT / next(word for word in words if word.endswith(".py"))
+    overrides = {word.removeprefix("--config.").partition("=")[0] for word in words if word.startswith("--config.")}
+    flags = {word.partition("=")[0] for word in words if word.startswith("--") and not word.startswith("--config.")}
+    assert flags <= flags_of(program)
+    assert overrides <= known_keys()
+    assert not overrides or "--config." in program.read_text()
+
+
+@pytest.mark.parametrize("line", mentions("pip"))
+def test_an_extra_that_is_installed_exists(line: str) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert set(re.findall(r"(?:jaxagent|\.)\[(\w+)\]", line)) <= set(project["optional-dependencies"])
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
