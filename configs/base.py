@@ -25,40 +25,40 @@ def get_config(arg: str = "") -> ConfigDict:
 
     c.lora = ConfigDict()  # low-rank adapters: with them they alone are trained, and the engine samples from W + alpha/rank A B
     c.lora.rank = 0  # 0 is off
-    c.lora.alpha = 16.0
+    c.lora.alpha = 16.0  # scale of the adapters' part: alpha / rank
     c.lora.targets = "all-linear"  # globs with commas on linear maps: q_proj,v_proj or self_attn.*; all-linear is all of them
 
-    c.mesh = ConfigDict()
+    c.mesh = ConfigDict()  # how devices are laid out: axes are the sizes by which arrays are cut
     c.mesh.cpu_devices = 2  # CPU only: virtual devices; small programs use one core each
     c.mesh.data = 0  # axis sizes; 0 takes the devices that the other axes leave
-    c.mesh.fsdp = 1
-    c.mesh.tensor = 1
+    c.mesh.fsdp = 1  # weights, their gradient and moments, and rows
+    c.mesh.tensor = 1  # heads, feed-forward and vocabulary; the axis that talks most
     c.mesh.expert = 1  # experts of a mixture; rows are cut by it too
     c.mesh.context = 1  # positions of a row, for rows of 100,000 tokens
 
-    c.env = ConfigDict()
+    c.env = ConfigDict()  # the world that the policy acts in
     c.env.name = "chain"  # a file of jaxagent/envs, or a dotted module
     c.env.options = ConfigDict()  # keyword arguments of the world, checked against its signature
 
     c.agent = ConfigDict()  # budgets of an episode
-    c.agent.max_turns = 8
+    c.agent.max_turns = 8  # of the policy; an episode that needs more is stopped
     c.agent.max_tokens = 1024  # of a whole row: prompt, turns, observations
 
-    c.chat = ConfigDict()
+    c.chat = ConfigDict()  # how messages become tokens
     c.chat.history = "refuse"  # or keep, segment: where the checkpoint's chat template rewrites what was said before
 
     c.sampling = ConfigDict()  # of training rollouts; evaluation has its own
-    c.sampling.temperature = 1.0
+    c.sampling.temperature = 1.0  # 1 samples the policy itself; logits are divided by it, in the loss as well
     c.sampling.top_k = 0  # 0 is off; truncated sampling is refused for training, its ratios would be wrong
-    c.sampling.top_p = 1.0
+    c.sampling.top_p = 1.0  # 1 is off; refused below it for training, as top_k
     c.sampling.max_tokens = 256  # per turn
 
-    c.rollout = ConfigDict()
+    c.rollout = ConfigDict()  # playing episodes
     c.rollout.concurrency = 256  # episodes played at once
     c.rollout.deadline_s = 600.0  # of one episode
     c.rollout.attempts = 3  # of an episode that the infrastructure broke
 
-    c.feed = ConfigDict()
+    c.feed = ConfigDict()  # what a step trains on, and what is played ahead of it
     c.feed.prompts = 16  # groups of a step
     c.feed.rollouts = 8  # trajectories of a group
     c.feed.branches = 0  # continuations of turns of a group, where its rollouts differ; for anchor_gae
@@ -79,8 +79,8 @@ def get_config(arg: str = "") -> ConfigDict:
     c.algo.gae_lambda = placeholder(float)  # with a critic: 1 trusts returns, 0 values
     c.algo.aggregate = placeholder(str)  # token_mean, sequence_mean, sequence_sum, sequence_sum_norm, turn_mean
     c.algo.select = placeholder(str)  # all groups, or mixed: only those whose rewards differ
-    c.algo.clip_low = placeholder(float)
-    c.algo.clip_high = placeholder(float)
+    c.algo.clip_low = placeholder(float)  # the ratio may fall to 1 - this, where the algorithm bounds it
+    c.algo.clip_high = placeholder(float)  # and rise to 1 + this
     c.algo.length = placeholder(float)  # tokens, the constant of sequence_sum_norm
     c.algo.kl = placeholder(str)  # to the policy at the start of reinforcement: k1_reward, k2_loss, k3_loss, ...
     c.algo.kl_coef = placeholder(float)  # 0 is off, and then no reference is kept; 0.001 is usual
@@ -95,7 +95,7 @@ def get_config(arg: str = "") -> ConfigDict:
     c.critic.lr = 1e-5  # peak; ten times a policy's is usual
     c.critic.warmup_steps = 0  # training steps before the policy moves
 
-    c.engine = ConfigDict()
+    c.engine = ConfigDict()  # the sampler: its cache, and the shapes that are compiled
     c.engine.slots = 32  # trajectories resident at once, per replica
     c.engine.slot_tokens = 1024  # longest trajectory
     c.engine.decode_tokens = 16  # tokens per call of the device
@@ -109,7 +109,7 @@ def get_config(arg: str = "") -> ConfigDict:
     c.engine.recompute = False  # cached keys of trajectories in flight are computed again under new weights, else kept
     c.engine.dtype = "float32"  # of the sampler's weights and cache
 
-    c.learner = ConfigDict()
+    c.learner = ConfigDict()  # the forward and backward pass
     c.learner.batch_rows = 8  # packed rows of a micro-batch
     c.learner.row_tokens = 1024  # tokens of a packed row
     c.learner.head_chunk = 1024  # tokens whose logits exist at once
@@ -131,52 +131,51 @@ def get_config(arg: str = "") -> ConfigDict:
     c.finetune.threshold = ()  # rewards to reach, one phase after the other; empty takes the best of each group
     c.finetune.beta = 0.1  # of DPO
 
-    c.train = ConfigDict()
+    c.train = ConfigDict()  # the loop
     c.train.steps = 100  # of reinforcement, or of fine-tuning
     c.train.minibatches = 1  # optimizer steps per batch of groups
     c.train.old_logprob = "sampler"  # or "trainer": one more forward pass; against which ratios are taken
     c.train.max_broken = 0.5  # share of episodes lost to infrastructure that ends the run with a message
 
     c.optimizer = ConfigDict()  # AdamW of reinforcement, or of fine-tuning
-    c.optimizer.lr = 1e-6
-    c.optimizer.lr_final = 0.0
-    c.optimizer.warmup_steps = 10
-    c.optimizer.b2 = 0.99
-    c.optimizer.weight_decay = 0.0
-    c.optimizer.clip_norm = 1.0
+    c.optimizer.lr = 1e-6  # peak; 1e-6 is for checkpoints, policies from scratch want 1e-4 and more, adapters 1e-5
+    c.optimizer.lr_final = 0.0  # at the last update, reached along a cosine
+    c.optimizer.warmup_steps = 10  # updates over which the rate rises; Adam's first ones would be of full size everywhere
+    c.optimizer.b2 = 0.99  # decay of the second moment; runs of some hundred updates are too short for 0.999
+    c.optimizer.weight_decay = 0.0  # of AdamW, times the rate; it would pull a checkpoint towards zero
+    c.optimizer.clip_norm = 1.0  # most that the norm of a gradient may be; it is scaled down to it
 
     c.warmup = ConfigDict()  # supervised learning on the world's demonstrations, before reinforcement
-    c.warmup.steps = 0
-    c.warmup.demos = 1000
+    c.warmup.steps = 0  # 0 is none, for a checkpoint that knows the format
+    c.warmup.demos = 1000  # that are made; every batch is drawn from them
     c.warmup.batch = 32  # demonstrations per step
 
     c.warmup_optimizer = ConfigDict()  # AdamW of the warm-up
-    c.warmup_optimizer.lr = 3e-3
-    c.warmup_optimizer.lr_final = 3e-4
-    c.warmup_optimizer.warmup_steps = 0
+    c.warmup_optimizer.lr = 3e-3  # peak
+    c.warmup_optimizer.lr_final = 3e-4  # at the last step of the warm-up
+    c.warmup_optimizer.warmup_steps = 0  # over which its rate rises
 
-    c.evaluate = ConfigDict()
+    c.evaluate = ConfigDict()  # success on tasks that are never trained on
     c.evaluate.every = 20  # steps between evaluations on validation tasks; 0 is never
     c.evaluate.tasks = 128  # validation tasks
     c.evaluate.final_tasks = 256  # test tasks, before and after
     c.evaluate.rollouts = 1  # k, episodes per task
-    c.evaluate.temperature = 1.0
+    c.evaluate.temperature = 1.0  # of evaluation alone; the rest of its sampling is fixed, see evaluate.held_out
     c.evaluate.ablate = True  # also score with tool results, or a world without tools, made to say nothing
 
     c.alarms = ConfigDict()  # warn, and end the run where they are named in `stop`
-    c.alarms.limits = (
-        ConfigDict()
-    )  # kl of one step, entropy's share of its start, zero_variance's of groups; else 0.1, 0.05, 0.9
+    # of kl of one step, of entropy's share of its start, of zero_variance's of groups; else 0.1, 0.05, 0.9
+    c.alarms.limits = ConfigDict()
     c.alarms.stop = "tools"  # kl, entropy, zero_variance, parse_errors, held_out, gap, tools, gradient, compiled; or all
 
-    c.metrics = ConfigDict()
+    c.metrics = ConfigDict()  # who hears the metrics besides metrics.jsonl
     c.metrics.echoes = ""  # with commas: tensorboard, wandb, mlflow, trackio, otel, trace; they hear what metrics.jsonl says
 
-    c.checkpoint = ConfigDict()
+    c.checkpoint = ConfigDict()  # what a killed run goes on from
     c.checkpoint.every = 20  # steps
-    c.checkpoint.keep = 2
+    c.checkpoint.keep = 2  # the newest; older ones are deleted
 
-    c.sandbox = ConfigDict()
+    c.sandbox = ConfigDict()  # where tools and programs run
     # of a running server, of several by commas, or a fleet file (launch/fleets/*.toml); empty starts the embedded one
     c.sandbox.url = ""
     c.sandbox.token_file = ""  # the bearer token; needed with URLs, while a fleet file names its own

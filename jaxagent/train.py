@@ -132,6 +132,12 @@ class Run(Course):
             self.checkpoints.save(self.step, {**learner.state(), **self.critic_state(), **past}, facts)
         self.journal.rotate(self.feed.first)
 
+    @property
+    def place(self) -> str:
+        """The step as the line of progress says it, which begins anew after the warm-up."""
+        warmup, steps = self.config.warmup.steps, self.config.train.steps
+        return f"warm-up {self.step}/{warmup}" if self.step <= warmup else f"step {self.step - warmup}/{steps}"
+
     def told_saved(self) -> None:
         after = f" (saved {time.monotonic() - self._told_s:.1f} s after SIGTERM)" if self._told_s else ""  # another host's
         self.progress.say(f"saved at step {self.step}; the same command resumes{after}")
@@ -167,7 +173,7 @@ class Run(Course):
         self.echoes.write(self.step, whole, spans)
         alarms = self.alarms.look(values)
         for name, reason in alarms.items():
-            self.progress.say(f"alarm, {name}: at step {self.step} {reason}", style="yellow")
+            self.progress.say(f"alarm, {name}: at {self.place} {reason}", style="yellow")
         fatal = [name for name in alarms if name in self.alarms.stop]
         self.stopping = self.hosts.any(self.stopping)
         if self.step % self.config.checkpoint.every == 0 or self.stopping or fatal:
@@ -175,7 +181,7 @@ class Run(Course):
         if self.stopping or fatal:
             self.checkpoints.wait()
         if fatal:
-            raise Alarmed(f"stopped by the alarm {fatal[0]} (alarms.stop): at step {self.step} {alarms[fatal[0]]}")
+            raise Alarmed(f"stopped by the alarm {fatal[0]} (alarms.stop): at {self.place} {alarms[fatal[0]]}")
         if self.stopping:
             raise Preempted
 

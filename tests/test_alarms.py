@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -34,20 +35,51 @@ def test_a_run_that_goes_well_raises_none() -> None:
             assert raised(alarms, 1, eval__success=0.3 + step / 100) == []
 
 
-def test_a_large_step_is_told_at_once_and_again_only_after_it_has_ended() -> None:
+def test_a_large_step_is_told_at_once_and_again_only_after_a_window_without_one() -> None:
     alarms = Alarms({"kl": 0.1})
     assert raised(alarms, 1, policy__kl=0.1) == []
     assert raised(alarms, 3, policy__kl=0.11) == ["kl"]
-    assert raised(alarms, 1) == []
+    assert raised(alarms, WINDOW - 1) == []
+    assert raised(alarms, 1, policy__kl=0.2) == []
+    assert raised(alarms, WINDOW) == []
     assert raised(alarms, 1, policy__kl=0.2) == ["kl"]
     assert "a KL of 0.3 in one step (the limit is 0.1)" in Alarms().look({"policy/kl": 0.3})["kl"]
 
 
-def test_entropy_is_measured_against_the_first_step() -> None:
+def test_entropy_is_measured_against_the_first_step_and_over_a_window() -> None:
     alarms = Alarms({"entropy": 0.05})
     assert raised(alarms, 1, rollout__entropy=2.0) == []
-    assert raised(alarms, 1, rollout__entropy=0.11) == []
-    assert raised(alarms, 1, rollout__entropy=0.09) == ["entropy"]
+    assert raised(alarms, WINDOW, rollout__entropy=0.11) == []
+    assert raised(alarms, 1, rollout__entropy=0.02) == ["entropy"]
+    assert "the entropy fell from 2 to 0.092" in _told({"entropy": 0.05}, [2.0, 0.11, 0.11, 0.11, 0.11, 0.02])
+
+
+def _told(limits: dict[str, float], entropies: list[float], **more: float) -> str:
+    alarms = Alarms(limits)
+    return [alarms.look({"rollout/entropy": entropy, **more}) for entropy in entropies][-1].get("entropy", "")
+
+
+def test_a_noisy_entropy_around_its_limit_is_told_once() -> None:
+    alarms = Alarms({"entropy": 0.05})
+    raised(alarms, 1, rollout__entropy=1.0)
+    raised(alarms, WINDOW, rollout__entropy=0.05)
+    told = [name for step in range(60) for name in raised(alarms, 1, rollout__entropy=0.03 + 0.04 * (step % 3 == 0))]
+    assert told == ["entropy"]
+
+
+@pytest.mark.parametrize(("success", "told"), [(0.4, ["entropy"]), (0.89, ["entropy"]), (0.9, []), (1.0, [])])
+def test_a_policy_that_solves_its_tasks_may_be_sure_of_itself(success: float, told: list[str]) -> None:
+    alarms = Alarms()
+    raised(alarms, 1, rollout__entropy=1.0, reward__success=0.1)
+    raised(alarms, WINDOW, rollout__entropy=0.5, reward__success=success)
+    assert raised(alarms, 60, rollout__entropy=0.001, reward__success=success) == told
+
+
+def test_a_policy_that_was_sure_and_fails_again_is_told() -> None:
+    alarms = Alarms()
+    raised(alarms, 1, rollout__entropy=1.0)
+    assert raised(alarms, WINDOW, rollout__entropy=0.001, reward__success=0.95) == []
+    assert raised(alarms, WINDOW, rollout__entropy=0.001, reward__success=0.5) == ["entropy"]
 
 
 def test_groups_without_variance_are_told_after_a_window_of_them() -> None:
@@ -55,6 +87,16 @@ def test_groups_without_variance_are_told_after_a_window_of_them() -> None:
     assert raised(alarms, WINDOW - 1, reward__informative_groups=0.05) == []
     assert raised(alarms, 1, reward__informative_groups=0.05) == ["zero_variance"]
     assert raised(alarms, 1, reward__informative_groups=0.9) == []
+
+
+@pytest.mark.parametrize(
+    ("success", "why"),
+    [(0.97, "97% of the episodes succeed, the tasks are too easy"), (0.02, "2% of .* too hard"), (0.5, "too hard or too easy")],
+)
+def test_groups_without_variance_are_of_tasks_that_are_too_easy_or_too_hard(success: float, why: str) -> None:
+    alarms = Alarms()
+    told = [alarms.look({**WELL, "reward/informative_groups": 0.0, "reward/success": success}) for _ in range(WINDOW)]
+    assert re.search(why, told[-1]["zero_variance"])
 
 
 def test_parse_errors_that_rise_are_told_and_those_that_were_always_there_are_not() -> None:
@@ -78,6 +120,15 @@ def test_held_out_success_that_falls_with_the_outcome_in_training_is_not_a_gamed
     raised(alarms, 1, eval__success=0.6, reward__outcome=0.5)
     raised(alarms, WINDOW, reward__outcome=0.2)
     assert raised(alarms, 1, eval__success=0.2, reward__outcome=0.2) == []
+
+
+def test_steps_without_an_evaluation_do_not_end_the_alarm_of_the_evaluations() -> None:
+    alarms = Alarms()
+    raised(alarms, WINDOW, reward__outcome=0.5)
+    raised(alarms, 1, eval__success=0.6, reward__outcome=0.5)
+    raised(alarms, WINDOW, reward__outcome=0.8)
+    told = [raised(alarms, 1, eval__success=0.45, reward__outcome=0.8) + raised(alarms, 20, reward__outcome=0.8) for _ in "abc"]
+    assert told == [["held_out"], [], []]
 
 
 def test_a_gap_to_a_scorer_that_is_not_trained_on_is_told_when_it_grows() -> None:

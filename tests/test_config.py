@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -49,6 +51,18 @@ def test_every_config_of_ours_loads_without_a_fault(path: Path, arg: str) -> Non
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.py")), ids=lambda path: path.stem)
 def test_a_config_of_ours_holds_every_key_of_base(path: Path) -> None:
     assert leaves(load(BASE)[0]).keys() <= leaves(load(str(path))[0]).keys()
+
+
+def test_every_key_and_section_of_base_says_what_it_is() -> None:
+    """On its line or on the one above: base.py is the only list of options."""
+    lines = Path(BASE).read_text().splitlines()
+    said = {}
+    for above, line in itertools.pairwise(lines):
+        if found := re.match(r" {4}c\.([\w.]+) = ", line):
+            said[found[1]] = "  # " in line or above.strip().startswith("# ")
+    config = load(BASE)[0]
+    assert said.keys() >= leaves(config).keys() | {name for name in config if isinstance(config[name], ConfigDict)}
+    assert [name for name, has in said.items() if not has] == []
 
 
 def test_a_config_that_is_no_file_is_told_by_its_path() -> None:
