@@ -163,6 +163,8 @@ function chart({ name, series, share, axis = "train", marks = [], wide, format =
   return el("figure", { class: wide ? "card wide" : "card" }, el("figcaption", {}, el("span", {}, name), value), legend, box);
 }
 
+const GAP_BY_TURN = "policy/sampler_logprob_gap_turn_";
+
 function drawCurves() {
   const one = (name, key, more = {}) => ({ name, series: [{ key, cls: "s0" }], ...more }),
     p = (v) => percent(v, 1);
@@ -201,6 +203,23 @@ function drawCurves() {
     one("Entropy of sampled tokens, nats", "rollout/entropy"),
     one("Groups with differing rewards", "reward/informative_groups", { share: true, format: p }),
     one("Log-prob gap, sampler to trainer", "policy/sampler_logprob_gap"),
+    {
+      name: "Log-prob gap by turn position",
+      series: Object.keys(CURVES)
+        .filter((key) => key.startsWith(GAP_BY_TURN))
+        .sort(natural)
+        .map((key, i) => {
+          const [first, on] = key.slice(GAP_BY_TURN.length).split("_");
+          return { key, cls: "s" + (i % 4), label: `turn ${+first + 1}${on ? " on" : ""}` };
+        }),
+    },
+    {
+      name: "Staleness of sampled tokens, versions",
+      series: [
+        { key: "feed/staleness_mean", cls: "s0", label: "mean" },
+        { key: "feed/staleness_max", cls: "s1", label: "oldest" },
+      ],
+    },
     one("Clipped tokens", "policy/clip_frac", { format: (v) => percent(v, 2) }),
     one("KL to the sampling policy", "policy/kl"),
     one("Gradient norm", "policy/grad_norm"),
