@@ -303,10 +303,16 @@ class Shelf:
         ]
         advantage = None if turn.advantage is None else finite(round(turn.advantage, 5))
         told = {"reward": finite(turn.reward), "reason": turn.reason, "error": turn.error, "tools": tools}
-        told |= {name: finite(getattr(turn, name)) for name in ("parts", "checks")}
+        told |= {"parts": finite(_parts(turn)), "checks": finite(turn.checks)}
         text = {} if self.template else {"text": turn.text}
         kept = {name: value for name, value in {**told, **text}.items() if value}
         return {"start": turn.start, "end": turn.end, "advantage": advantage, **kept}
+
+
+def _parts(turn: Turn) -> dict[str, float]:
+    """What a turn's reward is the sum of, where it has parts: what they leave of it is the outcome."""
+    rest = turn.reward - sum(turn.parts.values())
+    return {"outcome": rest, **turn.parts} if turn.parts and "outcome" not in turn.parts else turn.parts
 
 
 def about(t: Trajectory, label: str, step: int) -> Item:

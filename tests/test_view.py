@@ -236,13 +236,13 @@ def test_staleness_and_the_gap_by_turn_position_have_curves(tmp_path: Path) -> N
 
 
 def test_credit_of_a_turn_has_the_parts_of_its_reward_and_its_checks(tmp_path: Path) -> None:
-    rows = [episode("test/0", reward=1.3)]
-    rows[0].turns[1].parts = {"outcome": 1.0, "format": 0.3}
+    rows = [episode("test/0", reward=1.25)]
+    rows[0].turns[1].parts = {"format": 0.25}  # what it leaves of the reward is the outcome
     rows[0].turns[1].checks = {"by a judge": float("nan"), "exact": 0.0}
     rows[0].turns[1].advantage = -0.5
     first, last = view.collect(write_run(tmp_path / "run", {"before": rows}))["trajectories"][0]["turns"]
-    assert (last["reward"], last["reason"], last["advantage"]) == (1.3, "right answer", -0.5)
-    assert last["parts"] == {"outcome": 1.0, "format": 0.3} and last["checks"] == {"by a judge": None, "exact": 0.0}
+    assert (last["reward"], last["reason"], last["advantage"]) == (1.25, "right answer", -0.5)
+    assert last["parts"] == {"outcome": 1.0, "format": 0.25} and last["checks"] == {"by a judge": None, "exact": 0.0}
     assert not {"parts", "checks"} & set(first)
 
 
