@@ -137,26 +137,22 @@ function chart({ name, series, share, axis = "train", marks = [], wide, format =
       root.append(group);
     }
   };
+  const at = lines.map((s) => el("span", lines.length > 1 ? { class: s.cls, style: "color: var(--c)" } : {}));
+  const many = lines.length > 2; // then each figure stands by its key: a caption has no room for them
+  if (!many) value.append(...at.flatMap((span, j) => (j ? [el("span", { class: "soft" }, " · "), span] : [span])));
   const show = (i) =>
-    value.replaceChildren(
-      ...lines
-        .flatMap((s, j) => [
-          j ? el("span", { class: "soft" }, " · ") : "",
-          el(
-            "span",
-            lines.length > 1 ? { class: s.cls, style: "color: var(--c)" } : {},
-            format(i === null || s.points ? last(s.y.slice(0, (i ?? xs.length) + 1)) : s.y[i]),
-          ),
-        ])
-        .filter(Boolean),
-    );
+    lines.forEach((s, j) => {
+      at[j].textContent = format(i === null || s.points ? last(s.y.slice(0, (i ?? xs.length) + 1)) : s.y[i]);
+    });
   const keys = [...lines, ...marks].filter((s) => s.label);
   const legend =
     keys.length > 1 || wide
       ? el(
           "div",
           { class: "legend" },
-          keys.map((s) => el("span", { class: s.cls }, el("i", { class: "key" }), s.label)),
+          keys.map((s, j) =>
+            el("span", { class: s.cls }, el("i", { class: "key" }), s.label, many && lines[j] === s ? [" ", at[j]] : null),
+          ),
         )
       : null;
   frame(box, { axis, xs, low, high, format: share ? (v) => percent(v, 0) : format, paint, show });
