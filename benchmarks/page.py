@@ -87,29 +87,37 @@ def spread(times: list[float]) -> dict[str, float]:
 
 
 async def pictures(browser: Browser, folder: Path) -> None:
-    places = {"top": "scrollTo(0, 0)", "cases": "document.querySelector('#cases').scrollIntoView()"}
-    places["browse"] = "document.querySelector('#browse').scrollIntoView()"
-    hold = "[...document.querySelectorAll('#detail button')].find((b) => b.textContent === 'hold beside').click()"
-    for name, width, height, scheme in (
-        ("light", 1400, 900, "light"),
-        ("dark", 1400, 900, "dark"),
-        ("narrow", 400, 800, "dark"),
+    """The page from top to bottom, light and dark, wide and narrow; then two episodes beside each other, and the focus."""
+    sections = ("head", "curves", "time", "runs", "cases", "browse")
+    for name, width, scheme in (
+        ("light", 1400, "light"),
+        ("dark", 1400, "dark"),
+        ("narrow", 400, "dark"),
+        ("thin", 400, "light"),
     ):
-        await browser.size(width, height, scheme)
-        for place, script in places.items():
-            await browser.value(script)
-            await asyncio.sleep(0.3)
-            await browser.shot(folder / f"{name}-{place}.png")
-    await browser.size(1400, 900, "light")
-    await browser.value(hold)
-    await browser.value("document.querySelector('#list').focus()")
+        await browser.size(width, 900, scheme)
+        for section in sections:
+            await browser.value(f"document.querySelector('#{section}').scrollIntoView({{behavior: 'instant'}})")
+            await browser.frames()
+            await browser.shot(folder / f"{name}-{section}.png")
+        print(f"{name}: page {await browser.value('document.documentElement.scrollWidth')} px wide", file=sys.stderr)
+    hold = "[...document.querySelectorAll('#detail button')].find((b) => b.textContent === 'hold beside').click()"
+    await browser.value(f"{hold}; document.querySelector('#list').focus()")
     await browser.key("j")
-    await asyncio.sleep(1.5)
-    await browser.value("document.querySelector('#browse').scrollIntoView()")
-    await asyncio.sleep(0.5)
-    await browser.shot(folder / "held.png")
-    wide = await browser.value("document.documentElement.scrollWidth")
-    print(f"page width at 1400: {wide}", file=sys.stderr)
+    await browser.until("document.querySelectorAll('#detail .turn').length && document.querySelectorAll('#held .turn').length")
+    for name, width, scheme in (("held-narrow", 400, "light"), ("held-dark", 1400, "dark"), ("held", 1400, "light")):
+        await browser.size(width, 900, scheme)
+        await browser.value("document.querySelector('#browse').scrollIntoView({behavior: 'instant'})")
+        await browser.frames()
+        await browser.shot(folder / f"{name}.png")
+    for name, what in (("focus-token", "#detail [aria-label^=Tokens]"), ("focus-chart", "#curves .plot")):
+        await browser.value(f"document.querySelector('{what}').focus({{preventScroll: true}})")
+        await browser.value("document.activeElement.scrollIntoView({behavior: 'instant', block: 'center'})")
+        for _ in range(3):
+            await browser.key("ArrowRight")
+        await browser.frames()
+        await browser.shot(folder / f"{name}.png")
+    await browser.value(hold.replace("detail", "held").replace("hold beside", "let go"))
 
 
 def main() -> None:

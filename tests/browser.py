@@ -16,6 +16,16 @@ from typing import Any
 
 import aiohttp
 
+# What it would do besides showing a page; and a pointer that can hover, which without a window it has not.
+_ALONE = (
+    "--disable-extensions",
+    "--disable-background-networking",
+    "--disable-sync",
+    "--disable-component-update",
+    "--no-first-run",
+)
+_MOUSE = "--blink-settings=primaryHoverType=2,availableHoverTypes=2,primaryPointerType=4,availablePointerTypes=4"
+
 
 class Unanswered(Exception):
     """The browser could not say what it was asked."""
@@ -28,7 +38,8 @@ class Browser:
         self.faults: list[str] = []
         self.folder = tempfile.mkdtemp()
         flags = ["--headless", "--no-sandbox", "--disable-gpu", "--remote-debugging-port=0", f"--user-data-dir={self.folder}"]
-        self.process = subprocess.Popen([program, *flags, "about:blank"], stderr=subprocess.PIPE, text=True)
+        command = [program, *flags, *_ALONE, _MOUSE, "about:blank"]
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
 
     async def __aenter__(self) -> "Browser":
         port = await asyncio.to_thread(self._port)
@@ -108,9 +119,7 @@ class Browser:
 
     async def size(self, width: int, height: int, scheme: str) -> None:
         await self.do("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 500)
-        media = {"prefers-color-scheme": scheme, "hover": "none" if width < 500 else "hover"}
-        features = [{"name": name, "value": value} for name, value in media.items()]
-        await self.do("Emulation.setEmulatedMedia", features=features)
+        await self.do("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
         await self.frames()
 
     async def frames(self) -> None:

@@ -232,7 +232,7 @@ def test_staleness_and_the_gap_by_turn_position_have_curves(tmp_path: Path) -> N
     assert {name: shown[name] for name in (*gaps, *ages)} == {n: [pytest.approx(v)] for n, v in (gaps | ages).items()}
     assert not set(other) & set(shown)
     page = view.report(run).read_text(encoding="utf-8")
-    assert "Log-prob gap by turn position" in page and "Staleness of sampled tokens" in page
+    assert "Log-prob gap by turn position" in page and "Staleness of tokens, versions" in page
 
 
 def test_credit_of_a_turn_has_the_parts_of_its_reward_and_its_checks(tmp_path: Path) -> None:

@@ -210,7 +210,7 @@ function drawCurves() {
         }),
     },
     {
-      name: "Staleness of sampled tokens, versions",
+      name: "Staleness of tokens, versions",
       series: [
         { key: "feed/staleness_mean", cls: "s0", label: "mean" },
         { key: "feed/staleness_max", cls: "s1", label: "oldest" },
