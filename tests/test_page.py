@@ -46,7 +46,7 @@ class Page:
         return self._runner.run(self.browser.value(script))
 
     def until(self, script: str) -> None:
-        self._runner.run(self.browser.until(script, limit_s=60.0))
+        self._runner.run(self.browser.until(script))
 
     def press(self, *keys: str) -> None:
         for key in keys:
@@ -99,10 +99,12 @@ def live(page: Page, server: LiveServer) -> Page:
     """The page of both runs, as it is when it is opened; opening it anew would take a second of CPU."""
     if page("location.href") != server.address:
         page.open(server.address, f"document.body.dataset.episodes == {len(server.index.rows)}")
-    page.look(1100, "light")
-    page("""for (const field of document.querySelectorAll('.filters select, .filters input'))
-      { field.value = ''; field.dispatchEvent(new Event('input')); }
-      if (!document.querySelector('#held').hidden) document.querySelector('#held button.hint').click();""")
+    if page("innerWidth") != 1100:
+        page.look(1100, "light")
+    page("""{ const fields = [...document.querySelectorAll('.filters select, .filters input')];
+      if (fields.some((field) => field.value))
+        { for (const field of fields) field.value = ''; fields[0].dispatchEvent(new Event('input')); }
+      if (!document.querySelector('#held').hidden) document.querySelector('#held button.hint').click(); }""")
     page(f"document.querySelector('#browse').scrollIntoView({{behavior: 'instant'}}); {LIST}.focus({{preventScroll: true}})")
     page.press("Home")
     page("document.activeElement.blur()")
