@@ -82,7 +82,7 @@ def measured(options: argparse.Namespace, tokens: int, calls: int) -> dict[str, 
     engine.warm_up().result()
 
     def sampled(overlap: bool) -> tuple[float, float]:
-        engine.run(lambda: setattr(engine, "_pace", Pace(overlap)))
+        engine.run(lambda: setattr(engine, "pace", Pace(overlap)))
         return steady(engine, calls, prompt, config.vocab_size)
 
     ways: dict[str, Callable[[], tuple[float, float]]] = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -248,10 +249,12 @@ class Agent:
             sampling = replace(sampling, constraint=self.constraint)
         request = SampleRequest(seat.name, tuple(seat.unfed), seat.held, key, self.template.stop, sampling, group)
         trajectory.waiting = "engine"
+        asked_s = time.monotonic()
         sample = await seat.sampler.generate(request)
         seat.held += len(seat.unfed) + len(sample.tokens)
         seat.unfed = []
         turn = trajectory.sampled(sample, step.state, self.template.text(sample.tokens))
+        turn.asked_s, turn.sampled_s = asked_s, time.monotonic()
         action, heard = self._read(sample.tokens)
         turn.error = action.error
         seat.told.append(heard)

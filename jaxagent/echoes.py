@@ -7,9 +7,11 @@ a run. What a tool can be told otherwise is told by its own environment variable
     wandb        a run of project WANDB_PROJECT or "jaxagent"; WANDB_MODE is offline where it is not set
     mlflow       a run at MLFLOW_TRACKING_URI, or in WORKDIR/mlflow.db; its experiment is MLFLOW_EXPERIMENT_NAME or "jaxagent"
     trackio      a run of project TRACKIO_PROJECT or "jaxagent"; TRACKIO_DIR is WORKDIR/trackio where it is not set
-    otel         a span for every step with one for each of its parts, to OTEL_EXPORTER_OTLP_ENDPOINT or to the tracer
-                 provider that is set
-    trace        WORKDIR/trace.json, the parts of every step on a time line, for Perfetto or chrome://tracing; needs no package
+    otel         a span for every step, in it one for each of its parts, its episodes with their turns and tool calls, when the
+                 engines were busy and the learner; to OTEL_EXPORTER_OTLP_ENDPOINT or to the tracer provider that is set
+    trace        WORKDIR/trace.json, the same on a time line, for Perfetto or chrome://tracing; needs no package
+
+An episode that is played ahead of its step (feed.max_staleness) belongs to the step that trains on it, and begins before that.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from jaxagent.metrics import Span
+from jaxagent.metrics import LANES, Span
 
 PACKAGES = {
     "tensorboard": ("tensorboardX",),
@@ -36,6 +38,9 @@ PACKAGES = {
     "otel": ("opentelemetry.sdk.trace",),
     "trace": (),
 }
+HEAR_SPANS = ("otel", "trace")
+_TRACE_BYTES = 200_000_000  # of a trace file, from which on it has only the parts of steps: viewers read all of it at once
+_OTEL_QUEUE = 1 << 16  # spans that wait to be sent; a step's come all at once
 
 
 @dataclass(frozen=True)
@@ -54,6 +59,11 @@ class MetricsOptions:
     @property
     def names(self) -> list[str]:
         return [name.strip() for name in self.echoes.split(",") if name.strip()]
+
+    @property
+    def hear_spans(self) -> bool:
+        """Whether one of them wants to know when what of a step was."""
+        return any(name in HEAR_SPANS for name in self.names)
 
 
 class Echo(Protocol):
@@ -193,7 +203,7 @@ class Trackio:
 
 
 class Otel:
-    """Spans: a step with its metrics as attributes, and its parts within it."""
+    """Spans: a step with its metrics as attributes, and within it all that a step is made of."""
 
     def __init__(self, about: About):
         self.trace = importlib.import_module("opentelemetry.trace")
@@ -203,20 +213,24 @@ class Otel:
             export = importlib.import_module("opentelemetry.sdk.trace.export")
             otlp = importlib.import_module("opentelemetry.exporter.otlp.proto.http.trace_exporter")
             self.own = sdk.TracerProvider()
-            self.own.add_span_processor(export.BatchSpanProcessor(otlp.OTLPSpanExporter()))
+            queue = int(os.environ.get("OTEL_BSP_MAX_QUEUE_SIZE", _OTEL_QUEUE))
+            self.own.add_span_processor(export.BatchSpanProcessor(otlp.OTLPSpanExporter(), max_queue_size=queue))
         self.tracer = (self.own or self.trace.get_tracer_provider()).get_tracer("jaxagent")
         self.name = about.name
 
     def write(self, step: int, values: Mapping[str, float], spans: Sequence[Span]) -> None:
         if not spans:
             return
-        began, ended = min(span.began_s for span in spans), max(span.began_s + span.seconds for span in spans)
+        began, ended = _bounds(spans)
         attributes = {"jaxagent.run": self.name, "jaxagent.step": step, **values}
         whole = self.tracer.start_span("step", start_time=_ns(began), attributes=attributes)
-        within = self.trace.set_span_in_context(whole)
+        made = {id(None): self.trace.set_span_in_context(whole)}  # contexts, by the identity of spans
         for span in spans:
-            part = self.tracer.start_span(span.name, context=within, start_time=_ns(span.began_s))
+            told = {"jaxagent.lane": span.row, **{f"jaxagent.{name}": value for name, value in span.told.items()}}
+            within = made[id(span.within)]
+            part = self.tracer.start_span(span.name, context=within, start_time=_ns(span.began_s), attributes=told)
             part.end(_ns(span.began_s + span.seconds))
+            made[id(span)] = self.trace.set_span_in_context(part)
         whole.end(_ns(ended))
 
     def close(self) -> None:
@@ -225,31 +239,56 @@ class Otel:
 
 
 class TraceFile:
-    """The JSON array of Chrome's trace format, which may end anywhere: a killed run's can be read too."""
+    """The JSON array of Chrome's trace format, which may end anywhere: a killed run's can be read too.
+
+    A lane is a process of the format and each of its rows a thread, by numbers that a run that goes on finds again.
+    """
 
     def __init__(self, about: About):
-        path = about.workdir / "trace.json"
-        new = not path.exists()
-        self.file = path.open("a", encoding="utf-8")
+        self.path, self.name = about.workdir / "trace.json", about.name
+        new = not self.path.exists()
+        self.file = self.path.open("a", encoding="utf-8")
+        self._named: set[str] = set()
+        self._full = False
         if new:
             self.file.write("[\n")
-            self._add({"name": "process_name", "ph": "M", "args": {"name": about.name}})
 
     def write(self, step: int, values: Mapping[str, float], spans: Sequence[Span]) -> None:
+        began, ended = _bounds(spans) if spans else (time.time(),) * 2
+        if spans:
+            self._span(Span(f"step {step}", began, ended - began), step)
         for span in spans:
-            when = {"ts": round(span.began_s * 1e6), "dur": max(1, round(span.seconds * 1e6))}
-            self._add({"name": span.name, "cat": "step", "ph": "X", **when, "args": {"step": step}})
-        ended = round(max((span.began_s + span.seconds for span in spans), default=time.time()) * 1e6)
+            if not self._full or span.lane == "step":
+                self._span(span, step)
         for name in ("reward/mean", "engine/tokens_per_s"):
             if name in values:
-                self._add({"name": name, "ph": "C", "ts": ended, "args": {"value": values[name]}})
+                self._add({"name": name, "ph": "C", "ts": _us(ended), "args": {"value": values[name]}}, Span("", 0, 0))
         self.file.flush()
+        if not self._full and self.path.stat().st_size > _TRACE_BYTES:
+            self._full, why = True, f"from here on the steps' parts only: the file has {_TRACE_BYTES // 10**6} MB"
+            self._add({"name": why, "ph": "i", "s": "g", "ts": _us(ended)}, Span("", 0, 0))
+            self.file.flush()
 
     def close(self) -> None:
         self.file.close()
 
-    def _add(self, event: dict[str, Any]) -> None:
-        self.file.write(json.dumps({"pid": 1, "tid": 1, **event}) + ",\n")
+    def _span(self, span: Span, step: int) -> None:
+        began, ended = _us(span.began_s), _us(span.began_s + span.seconds)  # both rounded alike: what is within stays within
+        told = {"step": step, **span.told, **({"of": span.within.name} if span.lane == "tool" and span.within else {})}
+        self._add({"name": span.name, "cat": span.lane, "ph": "X", "ts": began, "dur": ended - began, "args": told}, span)
+
+    def _add(self, event: dict[str, Any], span: Span) -> None:
+        lane = LANES.index(span.lane)
+        place = {"pid": lane + 1, "tid": 100_000 * lane + span.number + 1}
+        if span.row not in self._named:
+            self._named.add(span.row)
+            process = self.name if span.lane == "step" else f"{self.name}: {span.lane}"
+            for kind, name in (("process_name", process), ("thread_name", span.row)):
+                self._write({"name": kind, "ph": "M", **place, "args": {"name": name}})
+        self._write({**event, **place})
+
+    def _write(self, event: dict[str, Any]) -> None:
+        self.file.write(json.dumps(event) + ",\n")
 
 
 _OF: dict[str, Callable[[About], Echo]] = {
@@ -267,6 +306,16 @@ def _there(package: str) -> bool:
         return importlib.util.find_spec(package) is not None
     except ModuleNotFoundError:  # a parent of it is missing
         return False
+
+
+def _bounds(spans: Sequence[Span]) -> tuple[float, float]:
+    """When a step began and ended: its own parts say so."""
+    parts = [span for span in spans if span.lane == "step"] or spans
+    return min(span.began_s for span in parts), max(span.began_s + span.seconds for span in parts)
+
+
+def _us(seconds: float) -> int:
+    return round(seconds * 1e6)
 
 
 def _ns(seconds: float) -> int:

@@ -164,7 +164,7 @@ def tune(run: Run, given: Lesson | None) -> None:
             train.begin_training(run)
         # One step of imitation or preference.
         values, lesson.told = lesson.told, {}
-        with run.clock.part("train"):
+        with run.clock.part("train", "learner"):
             values |= learn(run, lesson, round_, within, per_round)
         # How good it is on tasks that it never sees.
         if train.due(run):
@@ -182,7 +182,9 @@ def sample(run: Run, round_: int, *, fresh: bool) -> Lesson:
         with run.clock.part("rollout"):
             groups = sampled(run, round_)
         told = train.described(run, groups)
-        run.store.write(label, [row for group in groups for row in group.rows])
+        rows = [row for group in groups for row in group.rows]
+        run.store.write(label, rows)
+        run.played(rows)
     else:
         groups = [Group.of(rows[0].group, rows) for rows in by_group(run.store.read(label))]
     lesson = Lesson(told=told)

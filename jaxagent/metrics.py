@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -127,13 +127,31 @@ class Mean(float):
         return cls(sum(values), len(values))
 
 
+LANES = ("step", "learner", "engine", "rollout", "tool")
+
+
 @dataclass(frozen=True)
 class Span:
-    """A part of a step on the time line; `began_s` counts from 1970."""
+    """A stretch of a step on the time line; `began_s` counts from 1970.
+
+    Args:
+        lane: what was busy, one of LANES; of several of them it is `number`, from 1 on.
+        within: the span that this one is part of; None for parts of the step itself.
+        told: what else is known of it.
+    """
 
     name: str
     began_s: float
     seconds: float
+    lane: str = "step"
+    number: int = 0
+    within: Span | None = None
+    told: Mapping[str, str | float] = field(default_factory=dict)
+
+    @property
+    def row(self) -> str:
+        """The lane by name; spans of one row overlap only where one is part of the other."""
+        return f"{self.lane} {self.number}" if self.number else self.lane
 
 
 class Clock:
@@ -142,18 +160,22 @@ class Clock:
     def __init__(self) -> None:
         self.parts: dict[str, float] = {}
         self.spans: list[Span] = []
+        self.zero_s = time.time() - time.monotonic()  # what is added to the monotonic clock for seconds since 1970
         self._cpu = time.process_time()
         self._lap = time.monotonic()
 
     @contextmanager
-    def part(self, name: str) -> Iterator[None]:
-        began, since = time.monotonic(), time.time()
+    def part(self, name: str, lane: str = "") -> Iterator[None]:
+        """Args: lane: what is busy with it, as a span says."""
+        began = time.monotonic()
         try:
             yield
         finally:
             seconds = time.monotonic() - began
             self.parts[name] = self.parts.get(name, 0.0) + seconds
-            self.spans.append(Span(name, since, seconds))
+            self.spans.append(whole := Span(name, self.zero_s + began, seconds))
+            if lane:
+                self.spans.append(Span(name, whole.began_s, seconds, lane, within=whole))
 
     def lap(self) -> float:
         """Wall seconds since the last call."""

@@ -115,7 +115,8 @@ class Record:
             if call.id in self._called:
                 turn, since = self._called.pop(call.id)
                 seconds, size = time.monotonic() - since, len(message.content.encode())
-                turn.tools.append(ToolRecord(call.name, call.arguments, "ok", message.content, seconds / len(results), size))
+                record = ToolRecord(call.name, call.arguments, "ok", message.content, seconds / len(results), size, since)
+                turn.tools.append(record)
 
     def end(self, outcome: Outcome, stop: StopReason) -> None:
         """The episode is over; its reward comes with its last turn."""

@@ -373,7 +373,7 @@ class Rollouts:
         finally:
             seconds = self._loop.time() - began
             for row in rows:
-                row.seconds = seconds
+                row.began_s, row.seconds = began, seconds
             member.end(rows[0].stop.counts)
             hold.over = rows[0].stop.counts
             while hold.opened:

@@ -153,7 +153,7 @@ async def dispatch(tools: Sequence[Tool], call: ToolCall, max_chars: int = 0) ->
     record = ToolRecord(call.name, call.arguments, "ok", "")
     found = next((tool for tool in tools if tool.spec.name == call.name), None)
     fault = fault_of(found.spec, call.arguments) if found else ""
-    began = time.monotonic()
+    began = record.began_s = time.monotonic()
     if found is None:
         known = ", ".join(tool.spec.name for tool in tools)
         record.outcome, record.result = "unknown_tool", f"error: no tool {call.name!r}; there are {known}"

@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,7 @@ from jaxagent.process import Process, read_labels
 from jaxagent.progress import Progress
 from jaxagent.rewards.shaping import components
 from jaxagent.rollout import Stopped
+from jaxagent.timeline import Timeline
 from jaxagent.types import Group, Sampling, StopReason, Trajectory, Turn
 from jaxagent.update import Update, UpdateOptions
 from jaxagent.view import report
@@ -99,6 +100,9 @@ class Run(Course):
         echoed = MetricsOptions(**config.metrics) if self.hosts.first else MetricsOptions()
         self.echoes = Echoes(echoed, workdir, configs.leaves(config), progress.say)
         self.clock = Clock()
+        self.timeline = Timeline(self.clock) if echoed.hear_spans else None
+        if self.timeline:
+            parts.engines.note_calls()
         self.results: dict[str, Any] = {}  # evaluations, as they stand in eval.json
         options = FeedOptions(**config.feed)
         tasks = stream_of(parts.world, config.seed, options)
@@ -161,11 +165,20 @@ class Run(Course):
             "write, the same command resumes."
         )
 
+    def played(self, rows: Iterable[Trajectory], update: Update | None = None) -> None:
+        """Episodes are over: when they were, and what of an update was done meanwhile, is noted where somebody wants it."""
+        if self.timeline:
+            self.timeline.episodes(rows)
+            self.timeline.learner(update.early_s if update else ())
+
     def done(self, values: dict[str, float]) -> None:
         """One step is done: write it down, tell what is alarming, save where it is due, stop where that is asked for."""
         self.step += 1
         if self.journal.fault:
             raise self.journal.fault
+        if self.timeline:
+            self.timeline.engines(self.parts.engines.take_calls())
+            self.clock.spans += self.timeline.take()
         spans, whole = self.clock.spans, {**values, **self.clock.take()}
         if self.step & (self.step - 1) == 0:  # ever more rarely: what the first steps freed has no place for what the next need
             give_back_freed_memory()
@@ -374,7 +387,7 @@ def warm_up(run: Run) -> None:
         rows = [supervised.supervised_row(parts.template, dialogue, parts.world.tools) for dialogue in dialogues]
         run.progress.start("warm-up", run.step)
         while run.step < c.warmup.steps:
-            with run.clock.part("sft"):
+            with run.clock.part("sft", "learner"):
                 metrics = supervised.supervise(parts.learner, rows, c.warmup.batch, (c.seed, run.step), run.hosts)
             run.progress.step(run.step + 1, c.warmup.steps, {"nll": f"{metrics['sft/nll']:.3f}"})
             if parts.selves and run.step + 1 == c.warmup.steps:  # the checkpoint of this step holds it as opponent
@@ -421,9 +434,11 @@ def train(run: Run) -> None:
         values = run.hosts.combined(described(run, sampled) | group_metrics(groups, sampled) | run.feed.metrics())
         values |= run.hosts.waits()
         # Gradients, as far as they were not computed while other groups were played: rows without advantage cost nothing.
-        with run.clock.part("train"):
+        with run.clock.part("train", "learner"):
             values |= update.finish(groups)
-        run.store.write(f"train-{step + 1:06d}", [row for group in sampled for row in group.rows])
+        rows = [row for group in sampled for row in group.rows]
+        run.store.write(f"train-{step + 1:06d}", rows)
+        run.played(rows, update)
         # New weights into the sampler: a copy on the device.
         with run.clock.part("publish"):
             parts.engines.publish(parts.learner.params, version=step + 1)
@@ -606,6 +621,7 @@ def score(run: Run, label: str, split: str, tasks: int, *, ablated: bool = False
         table, rows = evaluate(run.parts.rollouts, sampling, **how, hosts=run.hosts, stop=lambda: run.stopping)
     table["settings"] = {"policy": {"step": run.step}, **settings_of(run.config, sampling, **how)}
     run.store.write(label, rows)
+    run.played(rows)
     run.parts.engines.take_stats()
     return table
 

@@ -229,6 +229,7 @@ class ToolRecord:
     result: str
     latency_s: float = 0.0
     size_bytes: int = 0
+    began_s: float = field(default=0.0, compare=False)  # of the monotonic clock; not stored, 0 where nobody noted it
 
 
 @dataclass
@@ -249,6 +250,8 @@ class Turn:
     outcome: float | None = None  # the part of the reward that says whether the task was done; None where that is all of it
     parts: dict[str, float] = field(default_factory=dict)  # of the reward, by name; the rest of it is one more, the outcome
     checks: dict[str, float] = field(default_factory=dict)  # scores that nothing is trained on
+    asked_s: float = field(default=0.0, compare=False)  # when the sampler was asked, of the monotonic clock; not stored
+    sampled_s: float = field(default=0.0, compare=False)  # and when it answered
 
     def earn(self, reward: float) -> None:
         """Adds what the turn brought in later, as at the end of a game; it counts as outcome."""
@@ -287,6 +290,7 @@ class Trajectory:
     attempts: int = 1
     difficulty: str = ""
     seconds: float = 0.0
+    began_s: float = field(default=0.0, compare=False)  # of the monotonic clock; not stored, 0 where nobody noted it
     routing: list[Any] = field(default_factory=list)  # of each turn's sample; joined, of all tokens but the last; not stored
 
     @property
@@ -329,8 +333,14 @@ class Trajectory:
         return turn
 
     def to_json(self) -> dict[str, Any]:
-        kept = {name: value for name, value in self.__dict__.items() if name != "routing"}
-        return {**kept, "turns": [asdict(turn) for turn in self.turns]}
+        """What is stored: all but the experts, and when it was."""
+        kept = {name: value for name, value in self.__dict__.items() if name not in ("routing", "began_s")}
+        turns = [asdict(turn) for turn in self.turns]
+        for turn in turns:
+            del turn["asked_s"], turn["sampled_s"]
+            for tool in turn["tools"]:
+                del tool["began_s"]
+        return {**kept, "turns": turns}
 
     @classmethod
     def from_json(cls, record: dict[str, Any]) -> Trajectory:

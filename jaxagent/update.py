@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -82,6 +83,7 @@ class Update:
         self._credits: dict[str, list[Credit]] = {}
         self._idle: dict[str, float] = {}
         self._fills: list[float] = []  # of the micro-batches that are done
+        self.early_s: list[tuple[float, float]] = []  # when those of them that were early began and ended, monotonic
 
     # ------------------------------------------------------------------ while others are played
 
@@ -101,8 +103,10 @@ class Update:
         if not self._ready or not all(engines.idle() for engines in self.engines):
             return False
         with self._hold():
+            began_s = time.monotonic()
             self._accumulate(self._ready.popleft())
             self.learner.wait()
+            self.early_s.append((began_s, time.monotonic()))
         return True
 
     @contextlib.contextmanager

@@ -44,6 +44,8 @@ _CURVES = (
     "rollout/parse_errors",
     "rollout/tool_errors",
     "policy/sampler_logprob_gap",
+    "feed/staleness_mean",
+    "feed/staleness_max",
     "policy/clip_frac",
     "policy/kl",
     "policy/grad_norm",
@@ -51,6 +53,9 @@ _CURVES = (
     "sft/nll",
     "dpo/loss",
     "dpo/margin",
+)
+_GAP_BY_TURN = (
+    "policy/sampler_logprob_gap_turn_"  # and the turn's number, of which there are as many as objective.py tells apart
 )
 
 Item = dict[str, Any]  # a trajectory as the page reads it
@@ -185,7 +190,8 @@ def curves(records: Sequence[dict[str, Any]], warmup: int) -> dict[str, Any]:
     found = {name for record in records for name in record}
     parts = sorted(name for name in found if name.startswith("time/") and name != "time/cpu_s")
     evals = sorted(name for name in found if name.startswith("eval/success"))
-    names = [*(name for name in _CURVES if name in found), *evals, *parts]
+    gaps = sorted(name for name in found if name.startswith(_GAP_BY_TURN))
+    names = [*(name for name in _CURVES if name in found), *gaps, *evals, *parts]
     each = max(1, math.ceil(len(records) / _POINTS))
     buckets: list[Sequence[dict[str, Any]]] = []
     for phase in (lambda step: step <= warmup, lambda step: step > warmup):
@@ -297,9 +303,16 @@ class Shelf:
         ]
         advantage = None if turn.advantage is None else finite(round(turn.advantage, 5))
         told = {"reward": finite(turn.reward), "reason": turn.reason, "error": turn.error, "tools": tools}
+        told |= {"parts": finite(_parts(turn)), "checks": finite(turn.checks)}
         text = {} if self.template else {"text": turn.text}
         kept = {name: value for name, value in {**told, **text}.items() if value}
         return {"start": turn.start, "end": turn.end, "advantage": advantage, **kept}
+
+
+def _parts(turn: Turn) -> dict[str, float]:
+    """What a turn's reward is the sum of, where it has parts: what they leave of it is the outcome."""
+    rest = turn.reward - sum(turn.parts.values())
+    return {"outcome": rest, **turn.parts} if turn.parts and "outcome" not in turn.parts else turn.parts
 
 
 def about(t: Trajectory, label: str, step: int) -> Item:

@@ -59,7 +59,7 @@ def test_a_trace_is_a_time_line_that_goes_on_after_a_kill(tmp_path: Path) -> Non
     assert told(tmp_path, "trace", 1, 2) == []
     assert told(tmp_path, "trace", 3) == []
     events = json.loads((tmp_path / "trace.json").read_text().rstrip().rstrip(",") + "]")
-    parts = [event for event in events if event["ph"] == "X"]
+    parts = [event for event in events if event["ph"] == "X" and not event["name"].startswith("step ")]
     assert [(event["name"], event["args"]["step"]) for event in parts] == [
         (n, s) for s in (1, 2, 3) for n in ("rollout", "train")
     ]
@@ -165,6 +165,24 @@ def test_spans_of_opentelemetry_hold_a_step_and_its_parts(tmp_path: Path, monkey
     assert rollout.parent.span_id == train.parent.span_id == step.context.span_id
     assert (step.start_time, step.end_time) == (1_000_000_000_000, 1_002_500_000_000)
     assert step.attributes["jaxagent.step"] == 4 and step.attributes["reward/mean"] == 0.5
+
+
+def test_a_span_of_opentelemetry_is_within_what_it_is_part_of(tmp_path: Path) -> None:
+    sdk = wanted("opentelemetry.sdk.trace")
+    export = importlib.import_module("opentelemetry.sdk.trace.export")
+    memory = importlib.import_module("opentelemetry.sdk.trace.export.in_memory_span_exporter").InMemorySpanExporter()
+    provider = sdk.TracerProvider()
+    provider.add_span_processor(export.SimpleSpanProcessor(memory))
+    echo = Otel(About(tmp_path, {}, 1))
+    echo.tracer = provider.get_tracer("jaxagent")
+    episode = Span("train/0#1", 1000.5, 1.0, "rollout", 2, told={"reward": 0.5})
+    echo.write(1, {}, [*SPANS, episode, Span("look", 1000.75, 0.25, "tool", 1, episode, {"outcome": "ok"})])
+    made = {span.name: span for span in memory.get_finished_spans()}
+    assert made["look"].parent.span_id == made["train/0#1"].context.span_id
+    assert made["train/0#1"].parent.span_id == made["step"].context.span_id
+    assert made["look"].attributes == {"jaxagent.lane": "tool 1", "jaxagent.outcome": "ok"}
+    assert made["train/0#1"].attributes == {"jaxagent.lane": "rollout 2", "jaxagent.reward": 0.5}
+    assert (made["step"].start_time, made["step"].end_time) == (1_000_000_000_000, 1_002_500_000_000)
 
 
 def test_a_run_may_be_resumed_with_other_echoes(tmp_path: Path) -> None:

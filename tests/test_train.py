@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 from compilations import compiled
 from flax import nnx
+from lanes import lanes_of, within, wrongly_nested
 from ml_collections import ConfigDict
 
 from jaxagent import config as configs
@@ -115,7 +116,7 @@ def assert_same_run(got: Path, want: Path) -> None:
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The workdir of a run that nothing disturbed."""
     workdir = tmp_path_factory.mktemp("whole")
-    run(configured(), workdir)
+    run(configured("metrics.echoes=trace"), workdir)
     return workdir
 
 
@@ -144,6 +145,31 @@ def test_a_run_leaves_its_whole_workdir(whole: Path) -> None:
     labels = [*(f"train-{i:06d}" for i in range(1, 9)), "before", "valid-000004", "after", "ablated"]
     assert Store(whole / "trajectories").labels() == sorted(labels)
     assert {int(path.name) for path in (whole / "checkpoints").iterdir()} == set(SAVED)
+
+
+def test_the_trace_shows_who_was_busy_in_every_step(whole: Path) -> None:
+    lanes = lanes_of(whole / "trace.json")
+    assert {"step", "learner", "engine 1", "engine 2", "rollout 1", "tool 1"} <= set(lanes)
+    assert {name: wrongly_nested(events) for name, events in lanes.items() if wrongly_nested(events)} == {}
+    steps = {event["args"]["step"]: event for event in lanes["step"] if event["name"].startswith("step ")}
+    assert sorted(steps) == list(range(1, 27))
+    outside = [event for events in lanes.values() for event in events if not within(event, steps[event["args"]["step"]], 2)]
+    assert outside == []
+    busy = {
+        step: {name.partition(" ")[0] for name in lanes for e in lanes[name] if e["args"]["step"] == step} for step in steps
+    }
+    assert all(busy[step] == {"step", "learner"} for step in range(1, 19))
+    assert all(busy[step] >= {"step", "learner", "engine", "rollout"} for step in range(19, 27))
+    assert sum("tool" in busy[step] for step in steps) > 4
+    episodes = {e["name"]: e for name in lanes if name.startswith("rollout") for e in lanes[name] if "stop" in e["args"]}
+    stored = [row for label in Store(whole / "trajectories").labels() for row in Store(whole / "trajectories").read(label)]
+    told = {f"{row.group}#{row.rollout}": row for row in stored if row.group.startswith("train/")}
+    assert set(told) <= set(episodes)
+    assert {name: episodes[name]["args"]["reward"] for name in told} == {name: row.reward for name, row in told.items()}
+    calls = [e for name in lanes if name.startswith("tool") for e in lanes[name]]
+    assert all(within(call, episodes[call["args"]["of"]], slack_us=2) for call in calls)
+    records = [tool for row in stored if not row.group.startswith("test/") for turn in row.turns for tool in turn.tools]
+    assert len([call for call in calls if not call["args"]["of"].startswith("test/")]) == len(records)
 
 
 def test_the_policy_called_tools_in_the_sandbox(whole: Path) -> None:

@@ -222,6 +222,30 @@ def test_curves_count_training_steps_from_one_and_keep_gaps(finished: Path) -> N
     assert "policy/grad_norm" not in shown["curves"]
 
 
+def test_staleness_and_the_gap_by_turn_position_have_curves(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", {}, warmup={"steps": 0})
+    gaps = {f"policy/sampler_logprob_gap_turn_{turn}": 0.1 * i for i, turn in enumerate(("0", "1", "2", "3_on"))}
+    ages = {"feed/staleness_mean": 0.5, "feed/staleness_max": 2.0}
+    other = {"policy/sampler_logprob_gap_age_1": 0.1, "feed/ahead": 1.0}
+    (run / "metrics.jsonl").write_text(json.dumps({"step": 1, **gaps, **ages, **other}) + "\n")
+    shown = view.collect(run)["curves"]
+    assert {name: shown[name] for name in (*gaps, *ages)} == {n: [pytest.approx(v)] for n, v in (gaps | ages).items()}
+    assert not set(other) & set(shown)
+    page = view.report(run).read_text(encoding="utf-8")
+    assert "Log-prob gap by turn position" in page and "Staleness of tokens, versions" in page
+
+
+def test_credit_of_a_turn_has_the_parts_of_its_reward_and_its_checks(tmp_path: Path) -> None:
+    rows = [episode("test/0", reward=1.25)]
+    rows[0].turns[1].parts = {"format": 0.25}  # what it leaves of the reward is the outcome
+    rows[0].turns[1].checks = {"by a judge": float("nan"), "exact": 0.0}
+    rows[0].turns[1].advantage = -0.5
+    first, last = view.collect(write_run(tmp_path / "run", {"before": rows}))["trajectories"][0]["turns"]
+    assert (last["reward"], last["reason"], last["advantage"]) == (1.25, "right answer", -0.5)
+    assert last["parts"] == {"outcome": 1.0, "format": 0.25} and last["checks"] == {"by a judge": None, "exact": 0.0}
+    assert not {"parts", "checks"} & set(first)
+
+
 def test_long_curve_is_averaged_without_mixing_warm_up_and_training() -> None:
     records = [{"step": i + 1, "reward/mean": float(i >= 1001), "time/train_s": 1.0} for i in range(10_000)]
     shown = view.curves(records, 1001)

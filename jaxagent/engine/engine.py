@@ -86,7 +86,7 @@ class Engine:
         self._version = 0
         self._vocab_size = config.vocab_size
         self._stats = EngineStats()
-        self._pace = Pace(False if o.draft_tokens or o.pages else o.overlap)  # drafts and pages go by what was read
+        self.pace = Pace(False if o.draft_tokens or o.pages else o.overlap)  # drafts and pages go by what was read
         self._flight: Flight | None = None  # sent and not read
         self._idle_since: float | None = None  # when it had nothing to decode any more
         self._inbox: deque[Callable[[], None]] = deque()
@@ -218,13 +218,13 @@ class Engine:
             if self.table.sampling:
                 self._idle_since = None
             now = time.monotonic()
-            self._pace.worked(now - began)
+            self.pace.worked(now - began)
             if self.table.sampling and now > deadline:
                 return True  # a stream of small requests must not keep the turns in progress waiting
 
     def _patience(self) -> float:
         """How long it may wait for company: at no cost while the device is busy, else for a share of a call."""
-        return (SOON if self._flight else self.options.linger) * self._pace.call_s
+        return (SOON if self._flight else self.options.linger) * self.pace.call_s
 
     def _may_grow(self) -> bool:
         """Whether it may wait for company: there is room, and somebody to decode whom the call under way does not end."""
@@ -262,11 +262,11 @@ class Engine:
             self._speculate()
             return
         before, flight = self._flight, self._send(self._going_on(), None, began)
-        self._pace.worked(time.monotonic() - began)
+        self.pace.worked(time.monotonic() - began)
         if before:
             self._collect(before)
         self._flight = flight
-        if not self._pace.ahead:
+        if not self.pace.ahead:
             self._read_flight()
 
     def _speculate(self) -> None:
@@ -389,7 +389,7 @@ class Engine:
         tokens_WN, logprobs_WN = np.asarray(flight.tokens), np.asarray(flight.logprobs)
         routing_WN = None if flight.routing is None else np.asarray(flight.routing)
         began = time.monotonic()
-        self._stats.busy_s += self._pace.read(flight.sent, began)
+        self._stats.busy_s += self.pace.read(flight.sent, began)
         turns, count_W = flight.going_on(), (tokens_WN >= 0).sum(axis=1)
         self.controls.keep_top(turns, flight.top, count_W)
         if flight.drafts is not None:
@@ -415,8 +415,8 @@ class Engine:
                 self.table.end(row, began)
         for loop, batch in answers.items():
             tell(loop, resolve, batch)
-        self._pace.worked(time.monotonic() - began)
-        self._pace.ended(len(turns), sum(map(len, answers.values())))
+        self.pace.worked(time.monotonic() - began)
+        self.pace.ended(len(turns), sum(map(len, answers.values())))
 
     # ------------------------------------------------------------------ what callers post
 

@@ -46,6 +46,7 @@ class Pace:
         self._host_s = self._device_s = self._turns = self._ended = 0.0
         self._recent = deque([0.01], maxlen=4)
         self._read = 0.0  # when tokens were read last
+        self.noted: list[tuple[float, float]] | None = None  # when calls began and ended, of the monotonic clock, if asked for
 
     @property
     def call_s(self) -> float:
@@ -66,6 +67,8 @@ class Pace:
     def read(self, sent: float, now: float) -> float:
         """The tokens of a call are here; returns for how long the device was on it."""
         took = now - max(sent, self._read)
+        if self.noted is not None:
+            self.noted.append((now - took, now))
         self._recent.append(took)
         self._read = now
         self._device_s += took

@@ -95,6 +95,19 @@ class Replicas:
             future.result()
         self.take_stats()
 
+    def note_calls(self) -> None:
+        """From now on it is noted when the engines decode."""
+        for engine in self.engines:
+            engine.pace.noted = []
+
+    def take_calls(self) -> list[list[tuple[float, float]]]:
+        """When calls of each engine began and ended since the last time, of the monotonic clock."""
+        taken = []
+        for noted in (engine.pace.noted or [] for engine in self.engines):
+            taken.append(noted[:])
+            del noted[: len(taken[-1])]  # the engine's thread may have added one meanwhile
+        return taken
+
     def take_stats(self) -> EngineStats:
         """The sum of the engines' counters since the last call."""
         total = EngineStats()

@@ -137,31 +137,29 @@ function chart({ name, series, share, axis = "train", marks = [], wide, format =
       root.append(group);
     }
   };
+  const at = lines.map((s) => el("span", lines.length > 1 ? { class: s.cls, style: "color: var(--c)" } : {}));
+  const many = lines.length > 2; // then each figure stands by its key: a caption has no room for them
+  if (!many) value.append(...at.flatMap((span, j) => (j ? [el("span", { class: "soft" }, " · "), span] : [span])));
   const show = (i) =>
-    value.replaceChildren(
-      ...lines
-        .flatMap((s, j) => [
-          j ? el("span", { class: "soft" }, " · ") : "",
-          el(
-            "span",
-            lines.length > 1 ? { class: s.cls, style: "color: var(--c)" } : {},
-            format(i === null || s.points ? last(s.y.slice(0, (i ?? xs.length) + 1)) : s.y[i]),
-          ),
-        ])
-        .filter(Boolean),
-    );
+    lines.forEach((s, j) => {
+      at[j].textContent = format(i === null || s.points ? last(s.y.slice(0, (i ?? xs.length) + 1)) : s.y[i]);
+    });
   const keys = [...lines, ...marks].filter((s) => s.label);
   const legend =
     keys.length > 1 || wide
       ? el(
           "div",
           { class: "legend" },
-          keys.map((s) => el("span", { class: s.cls }, el("i", { class: "key" }), s.label)),
+          keys.map((s, j) =>
+            el("span", { class: s.cls }, el("i", { class: "key" }), s.label, many && lines[j] === s ? [" ", at[j]] : null),
+          ),
         )
       : null;
   frame(box, { axis, xs, low, high, format: share ? (v) => percent(v, 0) : format, paint, show });
   return el("figure", { class: wide ? "card wide" : "card" }, el("figcaption", {}, el("span", {}, name), value), legend, box);
 }
+
+const GAP_BY_TURN = "policy/sampler_logprob_gap_turn_";
 
 function drawCurves() {
   const one = (name, key, more = {}) => ({ name, series: [{ key, cls: "s0" }], ...more }),
@@ -201,6 +199,23 @@ function drawCurves() {
     one("Entropy of sampled tokens, nats", "rollout/entropy"),
     one("Groups with differing rewards", "reward/informative_groups", { share: true, format: p }),
     one("Log-prob gap, sampler to trainer", "policy/sampler_logprob_gap"),
+    {
+      name: "Log-prob gap by turn position",
+      series: Object.keys(CURVES)
+        .filter((key) => key.startsWith(GAP_BY_TURN))
+        .sort(natural)
+        .map((key, i) => {
+          const [first, on] = key.slice(GAP_BY_TURN.length).split("_");
+          return { key, cls: "s" + (i % 4), label: `turn ${+first + 1}${on ? " on" : ""}` };
+        }),
+    },
+    {
+      name: "Staleness of tokens, versions",
+      series: [
+        { key: "feed/staleness_mean", cls: "s0", label: "mean" },
+        { key: "feed/staleness_max", cls: "s1", label: "oldest" },
+      ],
+    },
     one("Clipped tokens", "policy/clip_frac", { format: (v) => percent(v, 2) }),
     one("KL to the sampling policy", "policy/kl"),
     one("Gradient norm", "policy/grad_norm"),

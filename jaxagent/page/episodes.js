@@ -54,7 +54,12 @@ function drawDetail(i, families, tasks, surprise, pin) {
     .filter(Boolean)
     .map(visible);
   return [
-    el("div", { class: "row spread" }, el("h3", {}, visible(t.task)), el("strong", { class: tone(t) }, outcome(t)), pin),
+    el(
+      "div",
+      { class: "row spread" },
+      el("h3", {}, visible(t.task)),
+      el("span", { class: "row" }, el("strong", { class: tone(t) }, outcome(t)), pin),
+    ),
     el("p", { class: "soft small" }, facts.join(" · ")),
     t.bad?.length ? el("p", { class: "fault small" }, t.bad.join(" · ")) : null,
     drawSeparation(t),

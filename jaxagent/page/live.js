@@ -94,7 +94,10 @@ function drawRuns() {
     ...names.map((name) => [`${name}, last`, ...both.map((run) => number(last(run, name)))]),
     ...keys.map((key) => [key, ...configs.map((config) => config.get(key) ?? "—")]),
   ];
-  const heads = ["", ...RUN.names.map((name, i) => `${"AB"[i]} · ${name}`)].map((name) => el("th", {}, visible(name)));
+  const folders = RUN.names.map((name) => name.split("/").filter(Boolean).pop());
+  const short = folders[0] === folders[1] ? RUN.names : folders;
+  const head = (name, i) => el("th", { title: visible(RUN.names[i]) }, visible(`${"AB"[i]} · ${name}`));
+  const heads = [el("th"), ...short.map(head)];
   const line = (row) =>
     el(
       "tr",
@@ -111,7 +114,7 @@ function drawRuns() {
         "table",
         {},
         el("thead", {}, el("tr", {}, heads)),
-        el("tbody", {}, rows.map(line)),
+        el("tbody", {}, rows.filter(([, ...values]) => values.some((value) => value !== "—")).map(line)),
       ),
     ),
   );

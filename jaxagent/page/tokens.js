@@ -85,19 +85,26 @@ function aboutTurn(turn, most) {
       tool.cut ? ` … ${plural(tool.cut, "more character")}` : "",
       ` · ${visible(tool.outcome.replaceAll("_", " "))} · ${duration(tool.latency_s)}`,
     );
+  const named = (scores) =>
+    Object.entries(scores).map(([name, score]) => `${visible(name.replaceAll("_", " "))} ${number(score)}`);
   const reward =
-    turn.reward || turn.reason
+    turn.reward || turn.reason || turn.parts
       ? el(
           "span",
           {},
           "reward ",
           el("span", { class: turn.reward > 0 ? "good" : turn.reward < 0 ? "bad" : "" }, number(turn.reward ?? 0)),
+          turn.parts ? el("span", { class: "credit" }, ` = ${named(turn.parts).join(" + ")}`) : "",
           turn.reason ? `, ${visible(turn.reason)}` : "",
         )
       : null;
+  const checks = turn.checks
+    ? el("span", { class: "credit" }, `checked, not trained on: ${named(turn.checks).join(", ")}`)
+    : null;
   const kids = [
     ...(turn.tools ?? []).map(call),
     reward,
+    checks,
     advantage(turn.advantage, most),
     turn.error ? el("span", { class: "fault call" }, visible(turn.error)) : null,
   ];
