@@ -17,14 +17,17 @@ from jaxagent.notebook import curves, episodes
 
 REPOSITORY = Path(__file__).parents[1]
 NOTEBOOKS = sorted((REPOSITORY / "colab").glob("*.ipynb"))
-# Runs the cells of a notebook in the shell that notebooks have, magics included, and stops at the first that fails.
+# Runs the cells of a notebook in the shell that notebooks have, magics included, and stops at the first that fails. As in a
+# kernel there is a loop that runs already.
 SHELL = """
-import json, sys
+import asyncio, json, sys
 from IPython.core.interactiveshell import InteractiveShell
-shell = InteractiveShell.instance()
-for cell in json.load(open(sys.argv[1]))["cells"]:
-    if cell["cell_type"] == "code":
-        shell.run_cell("".join(cell["source"])).raise_error()
+async def whole():
+    shell = InteractiveShell.instance()
+    for cell in json.load(open(sys.argv[1]))["cells"]:
+        if cell["cell_type"] == "code":
+            shell.run_cell("".join(cell["source"])).raise_error()
+asyncio.run(whole())
 """
 
 
