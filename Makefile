@@ -11,7 +11,7 @@ PYTHON ?= $(shell for p in python3 python3.12 python3.13 python3.11 python; do \
 PINS = constraints-$(shell $(BIN)/python -c 'import sys; print("3.11" if sys.version_info < (3, 12) else "3.12")').txt
 PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: help quickstart maze test learning parity check clean
+.PHONY: help quickstart maze test learning parity clients check clean
 .DEFAULT_GOAL := help
 
 help:  ## lists these commands
@@ -31,6 +31,14 @@ learning: $(VENV)/dev  ## policies that must learn, and must not without what th
 
 parity: $(VENV)/parity  ## compares logits, gradients and rendered chats with transformers under torch
 	$(BIN)/python -m pytest -m parity $(ARGS)
+
+# Each in an environment of its own, since they want different versions of openai. What they share lies in .venv already.
+# A test that skips there because something is not installed has failed.
+OUTSIDE = JAXAGENT_ALL_INSTALLED=1
+clients: $(VENV)/clients/done $(VENV)/agents/done  ## the clients, loggers and agent frameworks that others make, against ours
+	$(OUTSIDE) $(VENV)/clients/bin/python -m pytest tests/test_serve_clients.py tests/test_echoes.py $(ARGS)
+	$(OUTSIDE) $(VENV)/agents/bin/python -m pytest tests/test_programs_frameworks.py $(ARGS)
+	$(OUTSIDE) $(VENV)/agents/bin/python -m pytest -m learning tests/test_learning_frameworks.py $(ARGS)
 
 check: $(VENV)/dev  ## format, lint, types, and the rules of the house
 	$(BIN)/ruff format --check .
@@ -58,6 +66,15 @@ $(VENV)/core: $(VENV)/python pyproject.toml constraints-3.11.txt constraints-3.1
 $(VENV)/dev: $(VENV)/core
 	@echo "installing what tests and checks need"
 	@$(PIP) -c $(PINS) -e ".[test,check]"
+	@touch $@
+
+$(VENV)/clients/done: EXTRAS = test,clients,loggers
+$(VENV)/agents/done: EXTRAS = test,agents
+$(VENV)/clients/done $(VENV)/agents/done: $(VENV)/dev
+	@echo "installing $(EXTRAS): some minutes"
+	@$(BIN)/python -m venv $(@D)
+	@$(BIN)/python -c 'import site; print(site.getsitepackages()[0])' > "$$($(@D)/bin/python -c 'import site; print(site.getsitepackages()[0])')/beside.pth"
+	@$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -c $(PINS) -e ".[$(EXTRAS)]"
 	@touch $@
 
 $(VENV)/parity: $(VENV)/dev

@@ -44,7 +44,8 @@ class Programs:
         server.sessions[token] = session
         first.waiting = "program"
         try:
-            outcome = await episode.run(task, Door(self._url, token))
+            said = await episode.run(task, Door(self._url, token))
+            outcome = await episode.earned(task, said, record.said)
         except ProgramFailed:
             # A program whose calls were refused may well fail, each client in its own way: that is the policy's budget.
             if not session.exhausted:
@@ -79,6 +80,7 @@ class Record:
         self._row_of: dict[Row, Trajectory] = {}
         self._called: dict[str, tuple[Turn, float]] = {}  # by the id of a call: the turn that it is of, and when it was told
         self._last: Turn | None = None
+        self.said = Message("assistant")  # last, by the policy
 
     def heard(self, row: Row, before: int, sample: Sample, told: Sequence[Message]) -> None:
         """One more sampled turn, after the first `before` tokens of its row."""
@@ -97,6 +99,7 @@ class Record:
         self._note_results(told[:-1])
         self._called |= {call.id: (turn, time.monotonic()) for call in told[-1].calls} if told else {}
         self._last = turn
+        self.said = told[-1] if told else Message("assistant", turn.text)
 
     def _begun(self) -> Trajectory:
         if not self.rows[0].tokens:

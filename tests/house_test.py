@@ -20,7 +20,7 @@ STORIES = ("jaxagent.train", "jaxagent.finetune")
 # Every module of jaxagent, from the ground up: an import goes to a lower floor, or stays on its own without a circle.
 FLOORS = (
     "types metrics timeline echoes alarms progress config sharding hosts compiled heap algos",
-    "rewards tools toolbox chat data view badcases live models checkpoint objective journal lengths",
+    "rewards tools toolbox chat data view notebook badcases live models checkpoint objective journal lengths",
     "credit selection envs stem engine learner critic door selves process",
     "agent",
     "rollout serve endpoint",
@@ -50,6 +50,7 @@ HOST = {
     "programs",
     "data",
     "view",
+    "notebook",
     "badcases",
     "live",
     "metrics",

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from asking import result, user
+from judging import judging
 from scripted import ScriptedSampler, script
 
 from jaxagent.agent import Limits
@@ -27,18 +28,19 @@ from jaxagent.credit import training_rows
 from jaxagent.data.pack import pack
 from jaxagent.data.store import audit
 from jaxagent.door.session import Slots
-from jaxagent.envs.env import Ablated
+from jaxagent.envs.env import Ablated, Task
 from jaxagent.envs.program import Door, ProgramEpisode, ProgramFailed, ProgramWorld, outcome_of, result_in
 from jaxagent.objective import PolicyObjective
 from jaxagent.programs import Programs
 from jaxagent.rollout import RolloutOptions, Rollouts
 from jaxagent.types import Group, Message, Sample, Sampling, StopReason, ToolCall, Trajectory
+from sandbox_client import InfrastructureError
 
 TEMPLATE = PlainTemplate()
 LOOK_UP = Path(__file__).parents[1] / "configs" / "programs" / "look_up.py"
 CALL = Message("assistant", calls=(ToolCall("A", {"key": "37"}),))
 TOOLS = [{"type": "function", "function": {"name": "A", "parameters": {"type": "object", "properties": {"key": {}}}}}]
-TASK = {"id": "chain/train/5", "seed": 5, "difficulty": "", "question": "37A"}
+TASK: Task = {"id": "chain/train/5", "seed": 5, "difficulty": "", "question": "37A"}
 
 Program = Callable[[Any, str, str], Any]
 
@@ -58,16 +60,22 @@ def world_of(program: Program) -> ProgramWorld:
 
 
 def play(
-    world: ProgramWorld, sampler: ScriptedSampler, *, capacity: int = 8, ablated: bool = False, **limits: int
+    world: ProgramWorld,
+    sampler: ScriptedSampler,
+    *,
+    capacity: int = 8,
+    ablated: bool = False,
+    task: Task = TASK,
+    **limits: int,
 ) -> list[Trajectory]:
     """One episode; what is true of every row is checked."""
 
     async def whole() -> list[Trajectory]:
         programs = Programs(Slots(TEMPLATE, sampler, capacity), Limits(**{"max_turns": 8, "max_tokens": 300, **limits}))
-        rows = [Trajectory(TASK["id"], TASK["seed"], "group", 0)]
+        rows = [Trajectory(task["id"], task["seed"], "group", 0)]
         episode = world.episode("", None)
         try:
-            await programs.play(Ablated(episode) if ablated else episode, TASK, rows, (1, 2), Sampling(max_tokens=30))
+            await programs.play(Ablated(episode) if ablated else episode, task, rows, (1, 2), Sampling(max_tokens=30))
         finally:
             await episode.close()
             await programs.close()
@@ -228,6 +236,100 @@ def test_a_verifier_has_the_last_word() -> None:
     assert {row.reward for row in played(world)} == {0.25}
 
 
+TOWNS = """
+class Towns:
+    tools, functions = (), ""
+    def task(self, split, index):
+        return {"id": f"towns/{split}/{index}", "seed": index, "difficulty": "", "question": "37A", "answer": "Ulm"}
+make_world = Towns
+"""
+
+
+@pytest.fixture
+def towns(tmp_path: Path) -> str:
+    """A world of the user's, whose tasks have questions and answers and which plays nothing."""
+    (tmp_path / "towns.py").write_text(TOWNS)
+    return str(tmp_path / "towns.py")
+
+
+def scored(reward: str, program: Program, *said: Message, **options: Any) -> Trajectory:
+    """The only row of an episode that env.options.reward pays; the program is believed nothing."""
+    world = ProgramWorld(function=f"{LOOK_UP}:agent", reward=reward, **options)
+    world.function = program
+    (row,) = play(world, words(*said), task=world.task("train", 0))
+    return row
+
+
+def once(task: Any, url: str, key: str) -> Any:
+    """Asks once, and claims to have earned much."""
+    ask(url, key, [user("37A")])
+    return {"reward": 9.0}
+
+
+def test_a_scorer_pays_for_what_the_policy_said_last_or_for_the_answer_that_the_program_names(towns: str) -> None:
+    row = scored("min(exact_match, f1_match)", once, Message("assistant", "ulm."), world=towns)
+    assert (row.reward, row.outcome, row.stop) == (1.0, 1.0, StopReason.ANSWERED)
+    assert row.turns[0].reason.startswith("exact_match 1: ")
+    assert scored("exact_match", once, Message("assistant", "Bonn"), world=towns).reward == 0.0
+    named = [lambda *door: (once(*door), "Ulm")[1], lambda *door: {**once(*door), "answer": "Ulm"}]
+    for program in named:
+        assert scored("exact_match", program, Message("assistant", "Bonn"), world=towns).reward == 1.0
+
+
+def test_a_judge_pays_a_program_and_one_that_is_silent_breaks_the_episode(towns: str) -> None:
+    with judging() as endpoint:
+        options = {"judge": {"url": endpoint.url, "model": "m", "attempts": 1}}
+        for answer, reward in (("ULM", 1.0), ("Bonn", 0.0)):
+            row = scored("judge", once, Message("assistant", answer), world=towns, reward_options=options)
+            assert row.reward == reward and row.turns[0].reason.startswith("judged ")
+        endpoint.say = lambda prompt: 500
+        with pytest.raises(InfrastructureError, match="status 500"):
+            scored("judge", once, Message("assistant", "Berlin"), world=towns, reward_options=options)
+
+
+def test_the_world_whose_tasks_are_played_scores_the_answer() -> None:
+    world = ProgramWorld(command=("true",), reward="world")
+    task = world.task("train", 0)
+    gold = world.inner.gold(task)
+    assert world.functions == world.inner.functions  # the sandbox has them, should the world want them for its score
+    row = scored("world", once, Message("assistant", gold))
+    assert (row.reward, row.turns[0].reason, row.turns[0].checks) == (1.0, "right answer", {})
+    assert scored("world", once, Message("assistant", "x")).reward == 0.0
+    assert scored("world", once, CALL).turns[0].reason == "no answer: the last turn was a call"
+
+
+def test_a_world_that_does_not_score_an_answer_alone_breaks_the_episode() -> None:
+    with pytest.raises(ProgramFailed, match="does not score an answer alone"):
+        scored("world", once, Message("assistant", "left"), world="frozen_lake")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"reward": "exact_mach"}, "env.options.reward must be made of exact_match, .* got 'exact_mach'; 'world' is that of"),
+        ({"reward": "exact_match"}, "the tasks of train do not fit it: exact_match wants the task's `answer`"),
+        ({"reward": "judge"}, "judge: .*missing 2 required positional arguments: 'url' and 'model'"),
+        ({"reward": "world", "verifier": f"{LOOK_UP}:agent"}, "of which one can pay"),
+        ({"reward": "world", "reward_options": {"judge": {}}}, "has none of"),
+    ],
+)
+def test_a_reward_that_cannot_be_paid_is_refused_before_anything_runs(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        ProgramWorld(command=("true",), **options)
+
+
+@pytest.mark.parametrize("code", [0, 3])
+@pytest.mark.usefixtures("installed")
+def test_a_command_that_others_score_need_say_nothing_and_still_must_not_fail(code: int) -> None:
+    asks = f"import os, sys; sys.path.insert(0, {str(LOOK_UP.parent)!r}); from look_up import ask; "
+    asks += (
+        f"ask(os.environ['OPENAI_BASE_URL'], os.environ['OPENAI_API_KEY'], [dict(role='user', content='q')]); sys.exit({code})"
+    )
+    rows = played(ProgramWorld(command=(sys.executable, "-c", asks), reward="world"))
+    stop, error = (StopReason.INFRA_FAILURE, " ended with 3: ") if code else (StopReason.ANSWERED, "")
+    assert {row.stop for row in rows} == {stop} and all(error in row.error for row in rows)
+
+
 @pytest.mark.parametrize(
     ("program", "words"),
     [
@@ -310,7 +412,8 @@ def test_a_program_ends_when_it_does_whatever_it_leaves_running() -> None:
     episode = ProgramEpisode(ProgramWorld(command=(sys.executable, "-c", f"{left}; {WRITE}")))
     task = {"id": "x" * (1 << 20)}  # more than a pipe holds, and the program does not read it
     episode.world.verifier = lambda task, said: {"reward": said["reward"], "reason": said["output"]}
-    outcome = asyncio.run(asyncio.wait_for(episode.run(task, Door("http://127.0.0.1:9", "k")), 30.0))
+    said = asyncio.run(asyncio.wait_for(episode.run(task, Door("http://127.0.0.1:9", "k")), 30.0))
+    outcome = asyncio.run(episode.earned(task, said, Message("assistant")))
     assert outcome.reward == 1.0
     stat, until = Path(f"/proc/{outcome.reason.strip()}/stat"), time.monotonic() + 10.0
     while stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z":  # killed, and not gone yet

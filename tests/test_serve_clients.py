@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 from asking import LOOK, LOOK_OPENAI, NAME, TOKEN, result, served, user
-from made import make
+from made import make, make_tokenizer
 from scripted import script
 
+from jaxagent.models import hf
 from jaxagent.types import Message, ToolCall
 
 CHATML = make("chatml")
@@ -111,3 +118,132 @@ def test_anthropic_messages_whole_and_streamed() -> None:
             assert text == "Let me see." and final.content[1].input == {"key": "37"}
 
     through(work, CALL, SAID)
+
+
+# ====================================================================== the server as it is started, on a checkpoint
+
+KEY = {"type": "object", "properties": {"key": {"enum": ["37", "38"]}}, "required": ["key"], "additionalProperties": False}
+TOWN = {
+    "type": "object",
+    "properties": {"town": {"enum": ["Ulm", "Bonn"]}, "tall": {"type": "boolean"}},
+    "required": ["town", "tall"],
+    "additionalProperties": False,
+}
+TOOLS = [{"type": "function", "function": {"name": name, "parameters": KEY, "strict": True}} for name in ("look", "hear")]
+
+
+@pytest.fixture(scope="module")
+def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
+    """The address and the token of `jaxagent serve` on a tiny checkpoint of random weights, in a process of its own."""
+    pytest.importorskip("openai", reason="the openai client is not installed (extra: clients)")
+    folder = tmp_path_factory.mktemp("served")
+    tokenizer = make_tokenizer("chatml")
+    hf.save(tiny.policy(tiny.config(vocab_size=len(tokenizer))), folder / NAME)
+    tokenizer.save_pretrained(folder / NAME)
+    command = [sys.executable, "-m", "jaxagent", "serve", f"--checkpoint={folder / NAME}", "--port=0", "--context=512"]
+    path = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH", "")])])
+    environment = {**os.environ, "PYTHONPATH": path, "JAX_NUM_CPU_DEVICES": "1"}
+    with subprocess.Popen(
+        [*command, f"--token-file={folder / 'token'}", "--slots=4"], env=environment, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout
+        try:
+            ready = json.loads(next(line for line in process.stdout if line.startswith("{")))
+            assert ready["ready"] and ready["model"] == NAME
+            yield ready["url"].removesuffix("/v1"), (folder / "token").read_text().strip()
+        finally:
+            process.send_signal(signal.SIGINT)
+    assert process.returncode == 0
+
+
+def chat(client: Any, **asked: Any) -> Any:
+    found = client.chat.completions.create(model=NAME, messages=[user("37?")], **{"max_tokens": 60, "seed": 7, **asked})
+    return found.choices[0]
+
+
+def a_tool_is_chosen(client: Any) -> None:
+    named = {"type": "function", "function": {"name": "hear"}}
+    for wanted, names in (("required", {"look", "hear"}), (named, {"hear"})):
+        choice = chat(client, tools=TOOLS, tool_choice=wanted, max_tokens=300)
+        calls = choice.message.tool_calls
+        assert choice.finish_reason == "tool_calls" and {call.function.name for call in calls} <= names
+        assert all(json.loads(call.function.arguments)["key"] in ("37", "38") for call in calls)
+    assert chat(client, tools=TOOLS, tool_choice="none").message.tool_calls is None
+
+
+def a_forced_turn_is_one_call(client: Any) -> None:
+    asked = {"tools": TOOLS, "tool_choice": "required", "max_tokens": 300}
+    for parallel in (True, False):
+        said = [chat(client, seed=seed, parallel_tool_calls=parallel, **asked).message.tool_calls for seed in range(3)]
+        assert [len(calls) for calls in said] == [1] * 3
+
+
+def a_seed_fixes_the_text(client: Any) -> None:
+    first, again, other = (chat(client, seed=seed).message.content for seed in (7, 7, 8))
+    assert first and first == again != other
+
+
+def a_stop_text_ends_the_turn(client: Any) -> None:
+    whole = chat(client).message.content
+    stop = next(c for c in whole[1:] if c.isascii() and c.isalnum())
+    choice = chat(client, stop=[stop])
+    assert (choice.message.content, choice.finish_reason) == (whole.partition(stop)[0], "stop")
+
+
+def an_answer_is_held_to_a_schema(client: Any) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "town", "schema": TOWN, "strict": True}}
+    for seed in range(3):
+        said = json.loads(chat(client, seed=seed, response_format=form).message.content)
+        assert said["town"] in ("Ulm", "Bonn") and isinstance(said["tall"], bool) and len(said) == 2
+
+
+def raw_text_goes_on(client: Any) -> None:
+    asked: dict[str, Any] = {"model": NAME, "prompt": "the user and the", "max_tokens": 9, "seed": 7, "logprobs": 2}
+    first, again = (client.completions.create(**asked) for _ in range(2))
+    assert first.choices[0].text == again.choices[0].text
+    assert first.usage.completion_tokens == len(first.choices[0].logprobs.tokens) <= 9
+    assert all(value <= 0 for value in first.choices[0].logprobs.token_logprobs)
+
+
+def responses_go_on_from_each_other(client: Any) -> None:
+    tools = [{"type": "function", **tool["function"]} for tool in TOOLS]
+    first = client.responses.create(model=NAME, input="37?", tools=tools, tool_choice="required", parallel_tool_calls=False)
+    (call,) = [item for item in first.output if item.type == "function_call"]
+    output = {"type": "function_call_output", "call_id": call.call_id, "output": "52"}
+    form = {"type": "json_schema", "name": "town", "schema": TOWN, "strict": True}
+    second = client.responses.create(model=NAME, input=[output], previous_response_id=first.id, text={"format": form})
+    assert json.loads(second.output_text)["town"] in ("Ulm", "Bonn")
+    assert second.usage.input_tokens > first.usage.input_tokens
+
+
+OPENAI: list[Callable[[Any], None]] = [
+    a_tool_is_chosen,
+    a_forced_turn_is_one_call,
+    a_seed_fixes_the_text,
+    a_stop_text_ends_the_turn,
+    an_answer_is_held_to_a_schema,
+    raw_text_goes_on,
+    responses_go_on_from_each_other,
+]
+
+
+@pytest.mark.parametrize("work", OPENAI, ids=lambda work: work.__name__)
+def test_the_openai_client_and_a_served_checkpoint(serving: tuple[str, str], work: Callable[[Any], None]) -> None:
+    openai = pytest.importorskip("openai", reason="the openai client is not installed (extra: clients)")
+    with openai.OpenAI(base_url=f"{serving[0]}/v1", api_key=serving[1], max_retries=0) as client:
+        work(client)
+
+
+def test_the_anthropic_client_and_a_served_checkpoint(serving: tuple[str, str]) -> None:
+    anthropic = pytest.importorskip("anthropic", reason="the anthropic client is not installed (extra: clients)")
+    tool = {"name": "look", "description": "Looks it up.", "input_schema": KEY}
+    asked: dict[str, Any] = {"model": NAME, "max_tokens": 60, "tools": [tool]}
+    with anthropic.Anthropic(base_url=serving[0], api_key=serving[1], max_retries=0) as client:
+        wanted = {"type": "any", "disable_parallel_tool_use": True}
+        first = client.messages.create(messages=[user("37?")], tool_choice=wanted, **asked)
+        (use,) = [part for part in first.content if part.type == "tool_use"]
+        assert first.stop_reason == "tool_use" and use.name == "look" and use.input["key"] in ("37", "38")
+        answer = {"type": "tool_result", "tool_use_id": use.id, "content": "52"}
+        told = [user("37?"), {"role": "assistant", "content": first.content}, {"role": "user", "content": [answer]}]
+        second = client.messages.create(messages=told, **asked)
+        assert second.role == "assistant" and second.usage.output_tokens > 0

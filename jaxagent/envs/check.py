@@ -12,6 +12,7 @@ import os
 import random
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -238,7 +239,8 @@ def check(world: World, seed: int = 0) -> list[Finding]:
                 async with connect() as sandbox:
                     findings.extend(await checker.ask_all(sandbox))
 
-            asyncio.run(ask())
+            with ThreadPoolExecutor(1) as apart:  # in a notebook this thread has a loop of its own
+                apart.submit(asyncio.run, ask()).result()
     finally:
         end(world)
     until = time.monotonic() + _LEFT_S

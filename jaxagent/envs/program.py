@@ -9,6 +9,11 @@ likes, into the file that JAXAGENT_RESULT names: what it prints may be the polic
 called as f(task, base_url, api_key), in a thread of its own unless it is async, and returns the same, or a number. With a
 `verifier`, the reward is what verifier(task, said) returns: `said` is that object, with "exit_code" and "output" of a command.
 Without one, a command that exits with another status than 0 has failed, whatever it wrote.
+
+With a `reward` the program need not say what it has earned, and is not believed if it does. What is scored is its answer: a
+text that it returns, or "answer" of its object, or else what the policy said last. It is scored by the scorers of
+rewards/scorers.py, with the task, or by "world": as the only turn of an episode of the world whose tasks are played, which fits
+worlds that look at an answer alone (the world's checks are left out: they may look at the way there).
 """
 
 from __future__ import annotations
@@ -28,12 +33,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from jaxagent.envs.env import Env, Step, Task, find, size_of
+from jaxagent.envs.env import Env, Step, Task, end, find, size_of
+from jaxagent.rewards.compose import Case, Scorer, names_of
+from jaxagent.rewards.scorers import fault_of_task, scorer_of
 from jaxagent.tools import in_thread
 from jaxagent.types import Message
 from sandbox_client import InfrastructureError
 
 KEPT_BYTES = 1 << 20  # of a command's output, its end; and the most of what it earned
+BY_WORLD = "world"  # the reward of the world whose tasks are played
 
 
 class ProgramFailed(Exception):
@@ -65,11 +73,13 @@ class Outcome:
 class ProgramWorld:
     """The world. Its tasks and demonstrations are those of another one.
 
-    Options: `command`, or `function` as module:name or file.py:name; `verifier` likewise; `world` and `inner`, the world whose
-    tasks are played and its options, as in `env.name`, or file.py with a `make_world`.
+    Options: `command`, or `function` as module:name or file.py:name; `verifier` likewise, or `reward` ("world", a scorer, or
+    several as in `questions`) with `reward_options` by scorer; `world` and `inner`, the world whose tasks are played and its
+    options, as in `env.name`, or file.py with a `make_world`.
     """
 
     functions = ""
+    runs_code = False
     runs_program = True
 
     def __init__(
@@ -77,11 +87,15 @@ class ProgramWorld:
         command: tuple[str, ...] = (),
         function: str = "",
         verifier: str = "",
+        reward: str = "",
+        reward_options: Mapping[str, Mapping[str, Any]] | None = None,
         world: str = "chain",
         inner: Mapping[str, Any] | None = None,
     ):
         if bool(command) == bool(function):
             raise ValueError("env.options: give command or function, the program that plays an episode, and not both")
+        if verifier and reward:
+            raise ValueError(f"env.options: verifier={verifier!r} and reward={reward!r}, of which one can pay; take one away")
         self.command = tuple(command)
         self.function = load(function, "function") if function else None
         self.verifier = load(verifier, "verifier") if verifier else None
@@ -91,12 +105,34 @@ class ProgramWorld:
         self.sizes = {split: size_of(self.inner, split) for split in ("train", "demo", "valid", "test")}
         if hasattr(self.inner, "demonstrate"):
             self.demonstrate = self._demonstrate
+        self.reward, self.score = reward, self._scorer(reward, reward_options or {})
+        if reward == BY_WORLD:
+            self.functions, self.runs_code = self.inner.functions, getattr(self.inner, "runs_code", False)
+
+    def _scorer(self, reward: str, options: Mapping[str, Mapping[str, Any]]) -> Scorer | None:
+        """The scorer of `reward`, where it is not the world's. Raises ValueError where it or its tasks do not fit."""
+        if reward in ("", BY_WORLD):
+            if options:
+                raise ValueError(f"env.options.reward_options are of scorers, which env.options.reward={reward!r} has none of")
+            return None
+        try:
+            scorer = scorer_of(reward, options)
+        except ValueError as error:
+            raise ValueError(f"env.options.reward {error}; {BY_WORLD!r} is that of the world whose tasks are played") from None
+        for split in self.sizes:
+            if self.sizes[split] and (fault := fault_of_task(reward, self.inner.task(split, 0))):
+                raise ValueError(f"env.options.reward={reward!r}: the tasks of {split} do not fit it: {fault}")
+        self.runs_code = "code_tests" in names_of(reward)[1]
+        return scorer
+
+    def close(self) -> None:
+        end(self.inner)
 
     def task(self, split: str, index: int) -> Task:
         return self.inner.task(split, index)
 
     def episode(self, name: str, sandbox: Any) -> Env:
-        return ProgramEpisode(self)
+        return ProgramEpisode(self, name, sandbox)
 
     def _demonstrate(self, task: Task, rng: random.Random) -> list[Message]:
         return self.inner.demonstrate(task, rng)
@@ -105,13 +141,22 @@ class ProgramWorld:
 class ProgramEpisode:
     """One run of the program."""
 
-    def __init__(self, world: ProgramWorld):
-        self.world = world
+    def __init__(self, world: ProgramWorld, name: str = "", sandbox: Any = None):
+        self.world, self.name, self.sandbox = world, name, sandbox
         self._process: asyncio.subprocess.Process | None = None
 
-    async def run(self, task: Task, door: Door) -> Outcome:
-        """Runs the program to its end. Raises ProgramFailed, or what a verifier raises."""
-        said = await self._call(task, door) if self.world.function else await self._spawn(task, door)
+    async def run(self, task: Task, door: Door) -> Any:
+        """Runs the program to its end; what it said. Raises ProgramFailed."""
+        return await self._call(task, door) if self.world.function else await self._spawn(task, door)
+
+    async def earned(self, task: Task, said: Any, last: Message) -> Outcome:
+        """What a program that said this has earned. Raises ProgramFailed, or what a verifier, a scorer or the world raises.
+
+        Args: last: what the policy said last, which is the answer where the program names none.
+        """
+        if self.world.reward:
+            answer = said if isinstance(said, str) else said.get("answer") if isinstance(said, dict) else None
+            return await self._scored(task, last if answer is None else Message("assistant", str(answer)))
         if self.world.verifier is None:
             return outcome_of(said)
         verify, arguments = self.world.verifier, (task, said)
@@ -119,6 +164,34 @@ class ProgramEpisode:
             await verify(*arguments) if inspect.iscoroutinefunction(verify) else await in_thread(lambda: verify(*arguments))
         )
         return outcome_of(judged)
+
+    async def _scored(self, task: Task, answer: Message) -> Outcome:
+        if self.world.score is None:
+            return await self._scored_by_world(task, answer)
+
+        def fresh_session() -> Any:
+            return self.sandbox.open_session(f"{self.name}/scored")
+
+        case = Case(task, answer.content, answer.calls, answer.error, fresh_session)
+        score, reason = await self.world.score(case)
+        parts = score if isinstance(score, dict) else {}
+        return Outcome(sum(parts.values()) if parts else float(score), reason, parts)
+
+    async def _scored_by_world(self, task: Task, answer: Message) -> Outcome:
+        if answer.calls or answer.error:
+            return Outcome(0.0, f"no answer: {answer.error or 'the last turn was a call'}")
+        episode = self.world.inner.episode(f"{self.name}/scored", self.sandbox)
+        try:
+            step = await episode.reset(task, task["seed"])
+            if not (step.truncated or step.terminated):
+                step = await episode.step(answer)
+        finally:
+            await episode.close()
+        if not step.answered:
+            raise ProgramFailed(
+                f"env.options.reward={BY_WORLD!r}: this world does not score an answer alone {step.error}".strip()
+            )
+        return Outcome(step.reward, step.reason, step.parts)
 
     async def _call(self, task: Task, door: Door) -> Any:
         function = self.world.function
@@ -150,8 +223,8 @@ class ProgramEpisode:
             code = await process.wait()
             await self.close()
             said = result_in(result)
-            if (said is None or code) and self.world.verifier is None:
-                silent = "" if said else " and said no reward"
+            silent = "" if said or self.world.reward else " and said no reward"
+            if (code or silent) and self.world.verifier is None:
                 raise ProgramFailed(f"{self.world.command[0]} ended with {code}{silent}: {_tail(errors)[-300:].strip()}")
             return {**(said or {}), "exit_code": code, "output": _tail(output)}
 
