@@ -9,7 +9,7 @@ from typing import Any
 from jaxagent.engine.engine import Engine
 from jaxagent.types import SampleRequest
 
-PATIENCE_S = 120.0  # a hang fails by this; nothing is measured
+PATIENCE_S = 300.0  # a hang fails by this; nothing is measured
 
 
 class AtOnce:

@@ -2,9 +2,9 @@
 
 The thread repeats: take what arrived, admit, prefill or fork, send a decode call, read the one before (with drafts: read it),
 answer the turns that ended. No more is prefilled at once than the rows that decode should wait for; the rest goes before later
-calls. Liveness is the device's: a row that stopped in a call not read yet is frozen in the next, so nothing is guessed. What the
-host does to a slot meanwhile is queued behind the call. What a trajectory has cached is kept until `release`, in its slot or in
-host memory; with `recompute` it is computed again under new weights.
+calls. Liveness is the device's: a row that stopped in a call not read yet is frozen in the next, so nothing is guessed. What is
+done to a slot meanwhile is queued behind the call. What a trajectory has cached is kept until `release`, in its slot or in host
+memory; with `recompute` it is computed again under new weights.
 """
 
 from __future__ import annotations

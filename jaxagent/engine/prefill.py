@@ -1,4 +1,4 @@
-"""What turns were fed goes into the cache: some of it before every decode call, and a row is armed when all of its own is there."""
+"""What turns were fed goes into the cache, some before every decode call; a row is armed when all of its own is there."""
 
 from __future__ import annotations
 

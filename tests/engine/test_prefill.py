@@ -151,7 +151,9 @@ def play(engine: Engine, turns: list[tuple[str, tuple[int, ...], int]], together
 def test_what_a_trajectory_samples_does_not_depend_on_how_its_prefill_is_spread_over_calls(engine: Engine, seed: int) -> None:
     rng = random.Random(seed)
     names = [f"{seed}/{i}" for i in range(4)]
-    turns = [(name, words(f"{name}{turn}", rng.choice((1, 3, 40, 55))), rng.randrange(2, 20)) for name in names for turn in range(3)]
+    turns = [
+        (name, words(f"{name}{turn}", rng.choice((1, 3, 40, 55))), rng.randrange(2, 20)) for name in names for turn in range(3)
+    ]
     alone = play(engine, turns, together=False)
     spread: list[bool] = []
     steps = engine._steps

@@ -35,9 +35,7 @@ def end_turn(table: SlotTable, name: str, sampled: list[int]) -> None:
 Call = tuple[int, list[tuple[str, int, list[int]]]]
 
 
-def prefill(
-    table: SlotTable, buckets: tuple[int, ...] = (4, 8), rows: int = 2, budget: float = math.inf
-) -> list[Call]:
+def prefill(table: SlotTable, buckets: tuple[int, ...] = (4, 8), rows: int = 2, budget: float = math.inf) -> list[Call]:
     """Prefill calls as (bucket, [(trajectory, position, tokens)])."""
     calls = [
         (bucket, [(row.trajectory, row.cached, tokens) for row, tokens in work])
