@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from jaxagent.engine.flight import most_prefilled
 from jaxagent.engine.slots import Row, SlotTable
 from jaxagent.engine.stops import end_of, sample_of
 from jaxagent.types import Sample, SampleRequest
@@ -185,22 +186,26 @@ class ClockedEngine:
 
     def _prefill(self) -> float:
         seconds, device = 0.0, self.device
-        begun = self.table.take_begun()
-        for row in begun:
+        for row in self.table.rows.values():
             self._since.setdefault(row.trajectory, self.clock.time())
-        for _, work in self.table.chunks((64, 512), rows_per_call=8):  # what is shorter than its bucket is not charged
+        budget = most_prefilled(self.slots, 1, sum(row.fed for row in self._turns()))
+        for _, work in self.table.chunks((64, 512), rows_per_call=8, budget=budget):
+            # What is shorter than its bucket is not charged.
             tokens = GRAIN * sum(len(ids) for _, ids in work)
             pairs = GRAIN**2 * sum(len(ids) * (row.cached + len(ids) / 2) for row, ids in work)
             seconds += device.prefill(tokens, pairs)
-        for row in begun:
+        for row in self.table.take_begun():
             if row.source:
                 seconds += 2 * device.weight * GRAIN * row.cached * device.cached_bytes / device.bandwidth
                 row.source = None
         return seconds
 
+    def _turns(self) -> list[Row]:
+        return [row for row in self.table.by_slot if row and row.request]
+
     def _decode(self) -> tuple[float, list[Row]]:
         """One token here for every row whose turn is in progress, and those whose turn has ended with it."""
-        rows = [row for row in self.table.by_slot if row and row.request]
+        rows = [row for row in self._turns() if row.fed]
         held, ended = GRAIN * sum(row.known + len(row.tokens) + 0.5 for row in rows), []
         for row in rows:
             assert row.request
@@ -211,7 +216,7 @@ class ClockedEngine:
             row.versions.append(self.version)
             if end_of(row.tokens, len(row.tokens) - 1, row.request, ()) is not None:
                 ended.append(row)
-        return GRAIN * self.device.decode(len(rows), held), ended
+        return GRAIN * self.device.decode(len(rows), held) if rows else 0.0, ended
 
 
 def luck(*names: object) -> random.Random:

@@ -33,6 +33,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from tables import Tables, with_json
 
 from jaxagent.compiled import kernels
 from jaxagent.engine.cache import cache_of
@@ -72,21 +73,19 @@ def main() -> None:
     parser.add_argument("--layouts", action="store_true")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--compile", choices=["H100", "H200"], help="for a GPU that need not be here")
-    options = parser.parse_args()
+    options = with_json(parser).parse_args()
+    tables = Tables(options)
     if options.compile:
-        compiled(options)
+        compiled(options, tables)
         return
     device = jax.devices()[0]
     ceiling = ceilings()
-    print(f"{device.device_kind}, jax {jax.__version__}: " + ", ".join(f"{k} {v:.4g}" for k, v in ceiling.items()), flush=True)
+    tables.note(f"{device.device_kind}, jax {jax.__version__}: " + ", ".join(f"{k} {v:.4g}" for k, v in ceiling.items()))
     if options.attention:
-        attention(ceiling, options.layouts)
+        attention(ceiling, options.layouts, tables)
     if options.models:
-        print(
-            "\n| model | rows | context | arm | ms a step | tokens/s | roofline | of roofline | of parts | compile s |",
-            flush=True,
-        )
-        print("|---|---:|---:|---|---:|---:|---:|---:|---:|---:|", flush=True)
+        measures = "ms a step", "tokens/s", "roofline", "of roofline", "of parts", "compile s"
+        tables.begin("model", "rows", "context", "arm", *measures)
     for model in options.models:
         config = DecoderConfig(**MODELS[model])
         for rows in options.rows:
@@ -95,18 +94,18 @@ def main() -> None:
                     try:
                         told = decode(config, rows, context, arm, ceiling, options)
                     except Exception as error:  # a row that does not fit is a row
-                        told = f"{type(error).__name__}: {str(error).splitlines()[0][:90]} | | | | | |"
-                    print(f"| {model} | {rows} | {context} | {arm} | {told}", flush=True)
+                        told = [f"{type(error).__name__}: {str(error).splitlines()[0][:90]}", *[""] * 5]
+                    tables.row(model, rows, context, arm, *told)
 
 
 # ---------------------------------------------------------------------- without a GPU
 
 
-def compiled(options: argparse.Namespace) -> None:
+def compiled(options: argparse.Namespace, tables: Tables) -> None:
     """A row for each model and number of rows."""
     mesh = DeviceMesh.build(devices=devices_of(f"{options.compile}:1"))
-    print("| model | rows | context | held GB | temporary MB | in place | kernels a step | to the host | compile CPU s |")
-    print("|---|---:|---:|---:|---:|---:|---:|---:|---:|", flush=True)
+    measures = "held GB", "temporary MB", "in place", "kernels a step", "to the host", "compile CPU s"
+    tables.begin("model", "rows", "context", *measures)
     for model in options.models:
         config = DecoderConfig(**MODELS[model])
         trained = params_of(nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0))))[1]  # noqa: B023 (used at once)
@@ -124,7 +123,7 @@ def compiled(options: argparse.Namespace) -> None:
                 ", ".join(way for way in ("infeed", "outfeed", " send(", " recv(") if way in text) or "nothing",
                 f"{time.process_time() - began:.0f}",
             ]
-            print(f"| {model} | {rows} | {context} | {' | '.join(told)} |", flush=True)
+            tables.row(model, rows, context, *told)
 
 
 def shape_of(rows: int, context: int, tokens: int, *, paged: bool) -> EngineOptions:
@@ -184,7 +183,7 @@ def bandwidth(ceiling: dict[str, float]) -> float:
 
 def decode(
     config: DecoderConfig, rows: int, context: int, arm: str, ceiling: dict[str, float], options: argparse.Namespace
-) -> str:
+) -> list[str]:
     """One row's cells from milliseconds on."""
     mesh, tokens, paged = DeviceMesh.build(1), options.tokens, arm.startswith("pages")
     shape = shape_of(rows, context, tokens, paged=paged)
@@ -221,8 +220,8 @@ def decode(
     least, parts = roofline_s(config, rows, context - tokens / 2, size, ceiling)
     if options.profile:
         print(profile(lambda: calls(1), tokens), flush=True)
-    told = f"{took * 1e3:.3f}", f"{rows / took:.0f}", f"{rows / least:.0f}", f"{least / took:.2f}", f"{parts / took:.2f}"
-    return f"{' | '.join(told)} | {compile_s:.0f} |"
+    shares = f"{least / took:.2f}", f"{parts / took:.2f}"
+    return [f"{took * 1e3:.3f}", f"{rows / took:.0f}", f"{rows / least:.0f}", *shares, f"{compile_s:.0f}"]
 
 
 def normal(x: jax.ShapeDtypeStruct) -> jax.Array:
@@ -289,15 +288,15 @@ def profile(call: Callable[[], None], tokens: int) -> str:
 SHAPES = ((32, 14, 2, 64, 512), (256, 14, 2, 64, 512), (256, 12, 2, 128, 512), (32, 12, 2, 128, 2048), (256, 28, 4, 128, 2048))
 
 
-def attention(ceiling: dict[str, float], layouts: bool) -> None:
+def attention(ceiling: dict[str, float], layouts: bool, tables: Tables) -> None:
     """A token's attention of one layer, by ours and by what JAX has: microseconds, and the share of the bandwidth."""
-    print("\n| rows, heads, key heads, width, context | by | us | of bandwidth |\n|---|---|---:|---:|", flush=True)
+    tables.begin("rows, heads, key heads, width, context", "by", "us", "of bandwidth", words=2)
     for shape in SHAPES if jax.devices()[0].platform != "cpu" else ((2, 4, 2, 16, 128),):
         for name, us in attentions(*shape, layouts=layouts):
             batch, _, kv_heads, width, context = shape
             least = 4 * batch * kv_heads * width * context / bandwidth(ceiling) / 1e3
-            told = f"{us:.1f} | {least / us:.2f}" if isinstance(us, float) else f"{us} |"
-            print(f"| {', '.join(map(str, shape))} | {name} | {told} |", flush=True)
+            told = (f"{us:.1f}", f"{least / us:.2f}") if isinstance(us, float) else (us, "")
+            tables.row(", ".join(map(str, shape)), name, *told)
 
 
 def attentions(batch: int, heads: int, kv_heads: int, width: int, context: int, layouts: bool) -> list[tuple[str, Any]]:

@@ -33,6 +33,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from clocked import GRAIN, Clock, ClockedEngine, Device, luck
+from tables import Tables, with_json
 
 from jaxagent.agent import Agent, Limits
 from jaxagent.chat.plain import PlainTemplate
@@ -353,42 +354,40 @@ LATE = {
 
 
 def main() -> None:
-    """Prints the tables in Markdown."""
+    """Prints the tables in Markdown; with --json they are in a file too."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--tool-s", type=float, nargs="*", default=[0.2, 2.0, 10.0], help="in the middle")
     parser.add_argument("--seeds", type=int, default=3, help="of the second table")
-    options = parser.parse_args()
-    began = time.process_time()
-    print("| tool, s | turns | max_staleness | slots | s per step | bound / wall | floor / wall | busy | staleness |")
-    print("|---|---|" + "---:|" * 7)
+    options = with_json(parser).parse_args()
+    began, tables = time.process_time(), Tables(options)
+    measures = "s per step", "bound / wall", "floor / wall", "busy", "staleness"
+    tables.begin("tool, s", "turns", "max_staleness", "slots", *measures, words=2)
     for tool_s in options.tool_s:
         for turns in ((5, 10), (5, 50)):
             for ahead, slots in ((0, 256), (1, 256), (1, 512)):
                 got = pace(Shape(tool_s=tool_s, turns=turns), slots, ahead, options.steps)
-                cells = [f"{got[name]:.2f}" for name in ("bound / wall", "floor / wall", "busy", "staleness")]
-                line = f"{got['s per step']:.0f} | {' | '.join(cells)}"
-                print(f"| {tool_s:g} | {turns[0]}-{turns[1]} | {ahead} | {slots} | {line} |", flush=True)
-    print("\n| a step's episodes, 8 of a task | visit | fifo, s | fifo / long first | fifo / known | fifo / bound |")
-    print("|---|---|" + "---:|" * 4)
+                cells = [f"{got[name]:.2f}" for name in measures[1:]]
+                tables.row(f"{tool_s:g}", f"{turns[0]}-{turns[1]}", ahead, slots, f"{got['s per step']:.0f}", *cells)
+    orders = "fifo / long first", "fifo / known", "fifo / bound"
+    tables.begin("a step's episodes, 8 of a task", "visit", "fifo, s", *orders, words=2)
     for name, (shape, slots) in TAILS.items() if options.seeds else ():
         runs = [tails(replace(shape, seed=seed), slots) for seed in range(options.seeds)]
         for visit, word in enumerate(("first", "second")):
             total = {way: sum(run[f"{way} {visit}"] for run in runs) for way in ("fifo", "long first", "known", "bound")}
             ratios = [total["fifo"] / total[way] for way in ("long first", "known", "bound")]
-            print(f"| {name} | {word} | {total['fifo'] / options.seeds:.0f} | ", end="")
-            print(" | ".join(f"{ratio:.2f}" for ratio in ratios) + " |", flush=True)
-    print("\n| a step's episodes, 8 of a task; 256 slots | min_group | s | all / this | dropped | turns, kept / all |")
-    print("|---|---|" + "---:|" * 4)
+            tables.row(name, word, f"{total['fifo'] / options.seeds:.0f}", *(f"{ratio:.2f}" for ratio in ratios))
+    costs = "s", "all / this", "dropped", "turns, kept / all"
+    tables.begin("a step's episodes, 8 of a task; 256 slots", "min_group", *costs, words=2)
     for name, shape in LATE.items() if options.seeds else ():
         every = 0.0
         for min_group in (0, 7, 6, 4):
             runs = [without_the_last(replace(shape, seed=seed), 256, min_group) for seed in range(options.seeds)]
             mean = {key: sum(run[key] for run in runs) / len(runs) for key in runs[0]}
             every = every or mean["s"]
-            cells = f"{mean['s']:.0f} | {every / mean['s']:.2f} | {mean['dropped']:.3f} | {mean['turns']:.3f}"
-            print(f"| {name} | {min_group or 'all'} | {cells} |", flush=True)
-    print(f"\n{time.process_time() - began:.0f} CPU-s")
+            cells = f"{mean['s']:.0f}", f"{every / mean['s']:.2f}", f"{mean['dropped']:.3f}", f"{mean['turns']:.3f}"
+            tables.row(name, min_group or "all", *cells)
+    tables.note(f"\n{time.process_time() - began:.0f} CPU-s")
 
 
 if __name__ == "__main__":

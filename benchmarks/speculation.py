@@ -21,6 +21,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from decode import SHAPES
+from tables import Tables, with_json
 
 from jaxagent.heap import keep_freed_memory
 
@@ -28,7 +29,7 @@ MODES = ("without", "drafts", "forced")
 
 
 def main() -> None:
-    """Measures and prints a table in Markdown."""
+    """Measures and prints a table in Markdown; with --json it is in a file too."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", choices=SHAPES, default="small")
     parser.add_argument("--rows", type=int, default=32)
@@ -43,17 +44,19 @@ def main() -> None:
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.1, 0.2, 0.3, 1.0])
     parser.add_argument("--cores", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=3)
-    options = parser.parse_args()
+    options = with_json(parser).parse_args()
     keep_freed_memory()
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: options.cores])  # before any library counts them
     engine = engine_of(options)
     measured = engine.speculation.costs
-    print(f"{options.model}, {options.rows} rows in {options.slots} slots, drafts of {options.draft_tokens}\n")
-    print(
-        "| temperature | accepted per verification | share of tokens | CPU s, of without | forced: accepted | CPU s | differ |"
+    tables = Tables(options)
+    tables.note(f"{options.model}, {options.rows} rows in {options.slots} slots, drafts of {options.draft_tokens}\n")
+    drafts, forced = (
+        ("accepted per verification", "share of tokens", "CPU s, of without"),
+        ("forced: accepted", "CPU s", "differ"),
     )
-    print("|---:|---:|---:|---:|---:|---:|---:|")
+    tables.begin("temperature", *drafts, *forced, words=0)
     for temperature in options.temperatures:
         seconds, stats, said = compare(options, engine, temperature)
         cells = [f"{temperature}"]
@@ -63,11 +66,12 @@ def main() -> None:
             cells += [f"{found.accepted / found.sampled:.2f}"] if name == "drafts" else []
             cells.append(f"{seconds[name] / seconds['without']:.2f}")
         differ = sum(a != b for a, b in zip(said["without"], said["forced"], strict=True))
-        print(f"| {' | '.join(cells)} | {differ} of {len(said['without'])} |", flush=True)
+        tables.row(*cells, f"{differ} of {len(said['without'])}")
     for width in engine.widths:
         decode, verify = measured.known(False, width), measured.known(True, width)
         if decode and verify:
-            print(f"\n{width} rows: a verification takes as long as {verify / decode * options.decode_tokens:.1f} decode steps")
+            steps = verify / decode * options.decode_tokens
+            tables.note(f"\n{width} rows: a verification takes as long as {steps:.1f} decode steps")
     engine.close()
 
 

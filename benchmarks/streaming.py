@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import numpy as np
 from decode import SHAPES
 from flax import nnx
+from tables import Tables, with_json
 
 from jaxagent.agent import Agent, Limits
 from jaxagent.algos.table import TABLE
@@ -111,7 +112,7 @@ class Trainer:
 
 
 def main() -> None:
-    """Measures and prints a table in Markdown."""
+    """Measures and prints a table in Markdown; with --json it is in a file too."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", choices=SHAPES, default="small")
     parser.add_argument("--prompts", type=int, default=8)
@@ -128,7 +129,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--steps", type=int, default=8, help="for each bound")
     parser.add_argument("--bounds", type=int, nargs="*", default=[])
-    options = parser.parse_args()
+    options = with_json(parser).parse_args()
     keep_freed_memory()
     trainer = Trainer(options)
     try:
@@ -159,18 +160,18 @@ def streaming(trainer: Trainer) -> None:
             early = max(early, told["feed/streamed"])
             best = {name: min(best[name], s) for name, s in seconds.items()}
     most = max(best["rollouts alone"], best["training alone"])
-    print("| | wall s | of max(rollouts, training) |\n|---|---:|---:|")
+    best["one after the other"] = best["rollouts alone"] + best["training alone"]
+    tables = Tables(trainer.options)
+    tables.begin("", "wall s", "of max(rollouts, training)")
     for name, s in best.items():
-        print(f"| {name} | {s:.2f} | {s / most:.2f} |")
-    print(f"| one after the other | {best['rollouts alone'] + best['training alone']:.2f} | ", end="")
-    print(f"{(best['rollouts alone'] + best['training alone']) / most:.2f} |")
-    print(f"\n{early:.0%} of the micro-batches were computed before the last group was in")
+        tables.row(name, f"{s:.2f}", f"{s / most:.2f}")
+    tables.note(f"\n{early:.0%} of the micro-batches were computed before the last group was in")
 
 
 def ahead(trainer: Trainer) -> None:
     """Some steps for each bound on staleness."""
-    print("| max_staleness | s per step | tokens trained per s | mean staleness | max | turns: 10 %, half, 90 %, most |")
-    print("|---:|---:|---:|---:|---:|---:|")
+    tables, columns = Tables(trainer.options), ("s per step", "tokens trained per s", "mean staleness", "max")
+    tables.begin("max_staleness", *columns, "turns: 10 %, half, 90 %, most", words=0)
     steps = trainer.options.steps
     for bound in trainer.options.bounds:
         feed, trained, lengths, ages, oldest = trainer.feed(bound), 0, [], [], 0.0
@@ -181,14 +182,15 @@ def ahead(trainer: Trainer) -> None:
             groups, _ = feed.take(mixed=False, version=step, steps_left=steps - step - 1, meanwhile=update)
             update.finish(groups)
             trainer.engines.publish(trainer.learner.params, version=step + 1)
-            told = sampling_metrics(rows_of(groups), step)
-            ages.append(told["feed/staleness_mean"])
-            oldest = max(oldest, told["feed/staleness_max"])
+            ages_of = sampling_metrics(rows_of(groups), step)
+            ages.append(ages_of["feed/staleness_mean"])
+            oldest = max(oldest, ages_of["feed/staleness_max"])
             trained += sum(sum(row.mask) for row in rows_of(groups))
             lengths += [len(row.turns) for row in rows_of(groups)]
         seconds = time.perf_counter() - began
         spread = ", ".join(f"{x:.0f}" for x in np.quantile(lengths, (0.1, 0.5, 0.9, 1.0)))
-        print(f"| {bound} | {seconds / steps:.2f} | {trained / seconds:.0f} | {np.mean(ages):.2f} | {oldest:.0f} | {spread} |")
+        told = f"{seconds / steps:.2f}", f"{trained / seconds:.0f}", f"{np.mean(ages):.2f}", f"{oldest:.0f}"
+        tables.row(bound, *told, spread)
 
 
 def rows_of(groups: list[Group]) -> list[Any]:

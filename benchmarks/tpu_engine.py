@@ -20,6 +20,7 @@ from tpu import decoder  # first: it keeps JAX from looking for devices
 # isort: split
 import numpy as np
 from flax import nnx
+from tables import Tables, with_json
 
 from jaxagent.compiled import moved_bytes
 from jaxagent.engine.options import EngineOptions
@@ -68,12 +69,13 @@ def main() -> None:
     parser.add_argument("--programs", nargs="*", default=list(PROGRAMS), choices=PROGRAMS)
     parser.add_argument("--layers", type=int, default=0, help="fewer than the model's, which compile sooner")
     parser.add_argument("--slots", action="store_true", help="slots in place of pages")
-    options = parser.parse_args()
-    print("| " + " | ".join(COLUMNS) + " |\n|" + "---|" * len(COLUMNS), flush=True)
+    options = with_json(parser).parse_args()
+    tables = Tables(options)
+    tables.begin(*COLUMNS, words=len(COLUMNS))
     for job in JOBS:
         if job.model in options.models and job.chip in options.chips and job.tensor in options.tensor:
             for row in rows(job, options.layers, options.programs, options.slots):
-                print("| " + " | ".join(row) + " |", flush=True)
+                tables.row(*row)
 
 
 def rows(job: Job, layers: int, programs: list[str], slots: bool) -> Any:

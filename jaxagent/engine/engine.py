@@ -1,9 +1,10 @@
 """The engine's door: `await engine.generate(request)`. One thread owns the device, any asyncio loop may wait.
 
-The thread repeats: take what arrived, admit, fork or prefill, send a decode call, read the one before (with drafts or pages:
-read it), answer the turns that ended. Liveness is the device's: a row that stopped in a call not read yet is frozen in the
-next, so nothing is guessed. What the host does to a slot meanwhile is queued behind the call. What a trajectory has cached is
-kept until `release`, in its slot or in host memory; with `recompute` it is computed again under new weights.
+The thread repeats: take what arrived, admit, prefill or fork, send a decode call, read the one before (with drafts: read it),
+answer the turns that ended. No more is prefilled at once than the rows that decode should wait for; the rest goes before later
+calls. Liveness is the device's: a row that stopped in a call not read yet is frozen in the next, so nothing is guessed. What is
+done to a slot meanwhile is queued behind the call. What a trajectory has cached is kept until `release`, in its slot or in host
+memory; with `recompute` it is computed again under new weights.
 """
 
 from __future__ import annotations
@@ -27,10 +28,11 @@ from jaxagent.engine.arming import Arming
 from jaxagent.engine.cache import Cache, cache_of
 from jaxagent.engine.control_table import ControlTable, wants_controls
 from jaxagent.engine.controls import ControlSizes, Rows, new_controls
-from jaxagent.engine.flight import SOON, Flight, Pace
+from jaxagent.engine.flight import SOON, Flight, Pace, most_prefilled
 from jaxagent.engine.memory import PageMemory, SlotMemory
 from jaxagent.engine.options import EngineOptions, EngineStats, used_lengths
 from jaxagent.engine.pages import PageTable
+from jaxagent.engine.prefill import Prefill
 from jaxagent.engine.programs import Call, compiled_here, prepare
 from jaxagent.engine.slots import AWAY, Row, SlotTable
 from jaxagent.engine.speculation import Speculation
@@ -79,6 +81,7 @@ class Engine:
         plain = new_rows(o.slots, o.stop_tokens)
         self._rows = mesh.place({**plain, **new_controls(o.slots, sizes)})
         self._arming = Arming(plain, mesh)
+        self._prefill = Prefill(self.table, self._steps, self._memory, self.controls, self._arming)
         skeleton = nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0)))
         self._shardings = mesh.shardings(logical_axes(skeleton), params_of(skeleton)[1])
         self._mesh = mesh
@@ -86,7 +89,7 @@ class Engine:
         self._version = 0
         self._vocab_size = config.vocab_size
         self._stats = EngineStats()
-        self.pace = Pace(False if o.draft_tokens or o.pages else o.overlap)  # drafts and pages go by what was read
+        self.pace = Pace(False if o.draft_tokens else o.overlap)  # drafts go by what was read
         self._flight: Flight | None = None  # sent and not read
         self._idle_since: float | None = None  # when it had nothing to decode any more
         self._inbox: deque[Callable[[], None]] = deque()
@@ -194,6 +197,7 @@ class Engine:
     def _gather(self) -> bool:
         """Takes what has arrived; waits while there is nothing to do, and a little for company. False when closed."""
         deadline = time.monotonic() + self._patience()
+        self.table.admit()  # who waited for others to have their pages first
         while True:
             with self._wake:
                 if self._closed:
@@ -255,9 +259,16 @@ class Engine:
             self._arming.freeze(row.slot)
 
     def _tick(self) -> None:
+        if not self.table.ample():  # who gives up its pages must have been read
+            self._read_flight()
         began = time.monotonic()
         self._make_room()
-        self._prefill()
+        for row in self.table.fit():
+            self._save(row)
+        budget = most_prefilled(self.options.slots, self.options.decode_tokens, len(self._going_on()))
+        begun = self._prefill.run(self._params, self.options, budget, self._stats)
+        # A turn that goes on has its controls on the device, as they have become.
+        self._control([row for row in begun if row.request and wants_controls(row.request.sampling) and not row.tokens])
         if self.options.draft_tokens:
             self._speculate()
             return
@@ -278,7 +289,7 @@ class Engine:
 
     def _going_on(self) -> list[Row]:
         """The rows that may sample another token."""
-        return [row for row in self.table.by_slot if row and not row.paused and self._left(row) > 0]
+        return [row for row in self.table.by_slot if row and row.fed and self._left(row) > 0]
 
     def _left(self, row: Row) -> int:
         """How many tokens a row may sample behind those that are read or under way."""
@@ -329,60 +340,12 @@ class Engine:
         held = max(row.known + len(row.tokens) + row.ahead - 1 for row in rows)
         return slot_W, next(length for length in self._lengths if length >= held)
 
-    def _prefill(self) -> None:
-        """Puts the fed tokens of new turns, but the pending ones, into the cache, and arms their rows."""
-        for row in self.table.fit():
-            self._save(row)
-        for row in self.table.take_returned():
-            if row.stash is not None:
-                self._memory.bring_back(row)
-        begun = self.table.take_begun()
-        rows = self.options.append_rows
-        for bucket, work in self.table.chunks(self.options.append_tokens, rows):
-            self._append(bucket, work)
-        forks = [row for row in begun if row.source]
-        for i in range(0, len(forks), rows):
-            self._fork(forks[i : i + rows])
-        for row in begun:
-            self._arming.arm(row)
-        # A turn that goes on has its controls on the device, as they have become.
-        self._control([row for row in begun if row.request and wants_controls(row.request.sampling) and not row.tokens])
-
     def _control(self, begun: list[Row]) -> None:
         """Writes the controls of new turns that have some."""
         width = self.options.append_rows
         for i in range(0, len(begun), width):
             slot_R, controls = self.controls.controls(begun[i : i + width], width, self.table.in_progress())
             self._rows = self._steps.settle(self._rows, slot_R, controls)
-
-    def _append(self, bucket: int, work: list[tuple[Row, list[int]]]) -> None:
-        rows = self.options.append_rows
-        slot_R, start_R, count_R = np.zeros((3, rows), np.int32)
-        token_RA = np.zeros((rows, bucket), np.int32)
-        for i, (row, tokens) in enumerate(work):
-            slot_R[i], start_R[i], count_R[i] = row.slot, row.cached, len(tokens)
-            token_RA[i, : len(tokens)] = tokens
-        score = self.controls.score(work, rows)
-        given = self._params, self._memory.cache, slot_R, token_RA, start_R, count_R, score, self._memory.table
-        self._memory.cache, routing, logprobs = self._steps.append(*given)
-        if score is not None and score[1].any():
-            self.controls.keep_fed(work, np.asarray(logprobs))
-        if routing is not None:
-            routing_RA = np.asarray(routing)
-            for i, (row, tokens) in enumerate(work):
-                row.routing.append(routing_RA[i, : len(tokens)])
-                if not row.turns_done:
-                    row.prompt_routing.append(row.routing[-1])
-        self._stats.append_calls += 1
-        self._stats.prefilled += int(count_R.sum())
-
-    def _fork(self, forks: list[Row]) -> None:
-        self._memory.fork(forks)
-        for row in forks:
-            assert row.source is not None
-            self._stats.forked += row.cached
-            row.routing = list(row.source.prompt_routing)
-            row.source, row.copies = None, []
 
     def _collect(self, flight: Flight) -> None:
         """Reads a call's tokens, hands them to the rows, each row's at its place, and answers the turns that ended."""
@@ -446,6 +409,8 @@ class Engine:
         self._version = version
         if self.options.recompute:
             self.table.forget()
+            for row in self.table.begun:  # what they had may take more than one call to compute
+                self._arming.freeze(row.slot)
 
     def _warm_up(self) -> None:
         prepare(self._calls())
@@ -456,15 +421,9 @@ class Engine:
     def _calls(self) -> Iterator[Call]:
         """One call of every program that there will be, which changes nothing that counts."""
         o, rows = self.options, self.options.append_rows
-        none = np.zeros(rows, np.int32)
 
         def hold(cache: Cache | None = None, rows: Rows | None = None) -> None:
             self._memory.cache, self._rows = cache or self._memory.cache, rows or self._rows
-
-        def append(bucket: int) -> tuple[object, ...]:
-            token_RA = np.zeros((rows, bucket), np.int32)
-            score = self.controls.score([], rows)
-            return self._params, self._memory.cache, none, token_RA, none, none, score, self._memory.table
 
         def decode(width: int | None, used: int) -> tuple[object, ...]:
             slot_W = None if width is None else np.full(width, o.slots, np.int32)
@@ -474,8 +433,7 @@ class Engine:
         def verify(width: int) -> tuple[object, ...]:
             return *decode(width, 0)[:-2], np.full((width, o.draft_tokens), -1, np.int32)
 
-        for bucket in o.append_tokens:
-            yield Call(self._steps.append, partial(append, bucket), lambda out: hold(out[0]))
+        yield from self._prefill.calls(self._params, o)
         yield from self._memory.calls()
         settle = lambda: (self._rows, *self.controls.controls([], rows, []))  # noqa: E731
         yield Call(self._steps.settle, settle, lambda out: hold(rows=out))

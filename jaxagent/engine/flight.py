@@ -1,7 +1,8 @@
-"""Decode calls that were sent and not read yet, and whether the next one is sent before that. Plain Python, no JAX."""
+"""Decode calls that were sent and not read yet, when the next one is sent, and what goes before it. Plain Python, no JAX."""
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,17 @@ from jaxagent.engine.slots import Row
 from jaxagent.types import SampleRequest
 
 FADE = 0.95  # what earlier calls count beside the last one
+PREFILLED = 2.0  # tokens between two decode calls, for each that these have where all slots decode
 SOON = 0.75  # of a call's expected time, in which there is no hurry to send the next
+
+
+def most_prefilled(slots: int, decode_tokens: int, decoding: int) -> float:
+    """Tokens that may be prefilled before the next decode call, which so many rows of these slots wait for.
+
+    PREFILLED slots decode_tokens (slots / decoding): the less, the more rows a long answer of others would hold up; and as many
+    as there are where nobody waits.
+    """
+    return PREFILLED * slots * decode_tokens * slots / decoding if decoding else math.inf
 
 
 @dataclass(frozen=True)

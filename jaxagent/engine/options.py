@@ -49,8 +49,8 @@ class EngineOptions:
                 f"engine.draft_tokens={self.draft_tokens} needs engine.exact=False: the draws are the same, but the last bits "
                 "of log-probs depend on which tokens share a forward"
             )
-        if self.overlap and (self.draft_tokens or self.pages):
-            raise ValueError("engine.overlap does not go with engine.draft_tokens or engine.pages: they go by what was read")
+        if self.overlap and self.draft_tokens:
+            raise ValueError("engine.overlap does not go with engine.draft_tokens: drafts go by what was read")
         if self.draft_tokens and self.pages:
             raise ValueError("engine.draft_tokens does not go with engine.pages: a draft is verified in slots")
         whole = self.slot_tokens // self.chunk

@@ -46,6 +46,10 @@ class PageTable:
         """The pages of a slot's first tokens."""
         return self.table[slot, : -(-tokens // self.page_tokens)].tolist()
 
+    def lacks(self, slot: int, tokens: int) -> int:
+        """How many more pages a slot needs to hold so many tokens."""
+        return max(0, -(-tokens // self.page_tokens) - int(self._held[slot]))
+
     def grow(self, slot: int, tokens: int) -> None:
         """Gives a slot the pages that it lacks to hold so many tokens. Raises PagesExhausted, ValueError beyond its end."""
         wanted, held = -(-tokens // self.page_tokens), self._held[slot]

@@ -11,6 +11,7 @@ always goes on.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -65,8 +66,15 @@ class Row:
     @property
     def filled(self) -> int:
         """Positions in use: `cached`, and what this turn has sampled but for its pending token."""
-        sampled = len(self.tokens) if self.request and not self.backlog else 0
+        if self.backlog:
+            return self.cached
+        sampled = len(self.tokens) if self.request else 0
         return min(self.cached + sampled, len(self.held) + sampled - 1)
+
+    @property
+    def fed(self) -> bool:
+        """Whether all that its turn has to be fed is in the cache, here or where it forks it from."""
+        return not self.paused and not self.backlog and (self.source is None or self.source.cached >= self.cached)
 
     def sampled(self, tokens: list[int], logprobs: list[float], version: int, routing: Any) -> None:
         """Takes what a call has sampled for this turn."""
@@ -88,7 +96,7 @@ class SlotTable:
         self.by_slot: list[Row | None] = [None] * slots
         self.free: deque[int] = deque(range(slots))
         self.waiting: deque[tuple[SampleRequest, Any]] = deque()
-        self.begun: list[Row] = []
+        self.begun: list[Row] = []  # rows whose turn the device has not been told of, or is to be told of again
         self.returned: list[Row] = []  # rows with a slot again, whose keys and values must come back to it
         self._came = 0  # trajectories so far
         self.leaders: dict[str, Row] = {}  # group -> the resident row that prefills the group's prompt
@@ -190,9 +198,9 @@ class SlotTable:
     # ------------------------------------------------------------------ pages
 
     def _needs(self, row: Row) -> int:
-        """Positions that a row uses by the end of the next call of decode."""
+        """Positions that a row uses by the end of the next call of decode, behind those under way."""
         assert row.request is not None
-        sampled = len(row.tokens)
+        sampled = len(row.tokens) + row.ahead
         return row.known - 1 + min(sampled + self.ahead, row.request.sampling.max_tokens)
 
     def _grow(self, row: Row) -> bool:
@@ -214,14 +222,28 @@ class SlotTable:
         first = [row for row in self.by_slot if row and row.request and not self.pages.holds(row.slot)]
         return not first and self.pages.enough(tokens)
 
+    def _turns(self) -> list[Row]:
+        """Those in progress, the eldest first."""
+        return sorted((row for row in self.by_slot if row and row.request), key=lambda row: row.number)
+
+    def ample(self) -> bool:
+        """Whether `fit` takes no pages from a turn that a call under way samples: all up to the youngest find free ones."""
+        if self.pages is None:
+            return True
+        turns = self._turns()
+        while turns and not turns[-1].ahead:
+            turns.pop()
+        return sum(self.pages.lacks(row.slot, self._needs(row)) for row in turns) <= self.pages.free
+
     def fit(self) -> Iterator[Row]:
         """Gives all turns, eldest first, the pages for the next call; yields who must give up its own for it.
 
-        What a yielded row has in the cache is to be saved before the next is asked for.
+        What a yielded row has in the cache is to be saved before the next is asked for. None of them is under way if there is
+        ample room.
         """
         if self.pages is None:
             return
-        turns = sorted((row for row in self.by_slot if row and row.request), key=lambda row: row.number)
+        turns = self._turns()
         for i, row in enumerate(turns):
             while not (grown := self._grow(row)) and (victim := self._victim(turns[i + 1 :])):
                 yield victim
@@ -258,6 +280,10 @@ class SlotTable:
         if row.stash is not None and not any(other is row for other in self.returned):
             self.returned.append(row)
         if row.tokens:  # the device was told that it is frozen
+            self._begin_again(row)
+
+    def _begin_again(self, row: Row) -> None:
+        if not any(other is row for other in self.begun):
             self.begun.append(row)
 
     def _lose_source(self, row: Row) -> None:
@@ -272,6 +298,8 @@ class SlotTable:
             tokens = row.held + row.tokens
             row.cached, row.source, row.stash, row.copies = 0, None, None, []
             row.backlog = tokens[:-1] if row.request else []
+            if row.request and row.tokens:  # it is to be frozen until that is done
+                self._begin_again(row)
             if self.pages and row.slot != AWAY:  # what rows share one of them would write while others have it already
                 self.pages.release(row.slot)
         self.returned.clear()
@@ -284,32 +312,31 @@ class SlotTable:
         return returned
 
     def take_begun(self) -> list[Row]:
-        """Rows whose turn began since the last call, in the order of their arrival."""
-        begun = [row for row in self.begun if not row.paused]
-        self.begun = [row for row in self.begun if row.paused]
+        """Rows whose turn began and that can be decoded now, each once, in the order of their arrival."""
+        begun = [row for row in self.begun if row.fed]
+        self.begun = [row for row in self.begun if not row.fed]
         return begun
 
-    def chunks(self, buckets: tuple[int, ...], rows_per_call: int) -> Iterator[tuple[int, list[tuple[Row, list[int]]]]]:
-        """Cuts all backlogs into calls of (bucket, [(row, tokens)]).
+    def chunks(
+        self, buckets: tuple[int, ...], rows_per_call: int, budget: float = math.inf
+    ) -> Iterator[tuple[int, list[tuple[Row, list[int]]]]]:
+        """Cuts backlogs into calls of (bucket, [(row, tokens)]), the eldest turn's first, until they cost the budget.
 
-        A row's cut depends on its own backlog only, never on its neighbours: with a fixed number of rows per call, its bits
-        are its own.
+        A call costs the tokens that it is compiled for; the last may cost more than is left. A row's cut depends on its own
+        backlog only, never on its neighbours nor on when it comes: with a fixed number of rows per call, its bits are its own.
         """
-        while True:
-            by_bucket: dict[int, list[tuple[Row, list[int]]]] = {}
-            for row in self.rows.values():
-                if row.backlog and not row.paused:
-                    bucket = next((b for b in buckets if b >= len(row.backlog)), buckets[-1])
-                    by_bucket.setdefault(bucket, []).append((row, row.backlog[:bucket]))
-            if not by_bucket:
-                return
-            for bucket, work in by_bucket.items():
-                for i in range(0, len(work), rows_per_call):
-                    yield bucket, work[i : i + rows_per_call]
-            for work in by_bucket.values():
-                for row, tokens in work:
-                    row.backlog = row.backlog[len(tokens) :]
-                    row.cached += len(tokens)
+
+        def bucket_of(row: Row) -> int:
+            return next((bucket for bucket in buckets if bucket >= len(row.backlog)), buckets[-1])
+
+        while budget > 0 and (waiting := [row for row in self.begun if row.backlog and not row.paused]):
+            bucket = bucket_of(waiting[0])
+            work = [(row, row.backlog[:bucket]) for row in waiting if bucket_of(row) == bucket][:rows_per_call]
+            yield bucket, work
+            for row, tokens in work:
+                row.backlog = row.backlog[len(tokens) :]
+                row.cached += len(tokens)
+            budget -= bucket * rows_per_call
 
     def release(self, trajectory: str) -> Any:
         """Frees a trajectory's slot, or takes it out of the queue; returns the ticket of an unanswered request."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -10,6 +9,7 @@ from typing import Any
 
 import pytest
 import tiny
+from at_once import PATIENCE_S, Answer, say
 
 from jaxagent.engine.engine import Engine, EngineOptions
 from jaxagent.types import Sample, SampleRequest, Sampling, sampling_key
@@ -18,58 +18,27 @@ CONFIG = tiny.config()
 OPTIONS = EngineOptions(
     slots=4, slot_tokens=32, chunk=8, decode_tokens=3, append_rows=2, append_tokens=(4, 8), fork_min_tokens=6, stop_tokens=2
 )
-PATIENCE_S = 120.0  # a hang fails by this; nothing is measured
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["ahead", "in turns"])
+@pytest.fixture(scope="module", params=[(True, 0), (False, 0), (True, 17)], ids=["ahead", "in turns", "ahead, over pages"])
 def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
-    engine = Engine(CONFIG, replace(OPTIONS, overlap=request.param), next(tiny.mesh(data=2).replicas()))
+    overlap, pages = request.param
+    engine = Engine(CONFIG, replace(OPTIONS, overlap=overlap, pages=pages), next(tiny.mesh(data=2).replicas()))
     engine.publish(tiny.params(CONFIG), version=0)
     yield engine
     engine.close()
 
 
-class AtOnce:
-    """A loop that is always awake: what the engine tells happens in the engine's thread, at that very moment."""
-
-    def call_soon_threadsafe(self, what: Callable[..., object], *args: Any) -> None:
-        what(*args)
-
-
-class Answer:
-    """Where a sample arrives that nobody awaits."""
-
-    def __init__(self) -> None:
-        self.sample: Any = None
-        self.there = threading.Event()
-
-    def done(self) -> bool:
-        return self.there.is_set()
-
-    def cancel(self) -> None:
-        self.there.set()
-
-    def set_result(self, sample: Any) -> None:
-        self.sample = sample
-        self.there.set()
-
-    set_exception = set_result
-
-
-def say(engine: Engine, name: str, hear: Callable[[list[int]], None] | None = None, most: int = 18) -> Answer:
-    """Asks for a turn from any thread, also from the engine's own."""
+def begin(engine: Engine, name: str, hear: Callable[[list[int]], None] | None = None, most: int = 18) -> Answer:
     key, sampling = sampling_key(0, name, 0), Sampling(max_tokens=most)
-    request, answer = SampleRequest(name, (1, 2, len(name)), 0, key, (), sampling, hear=hear), Answer()
-    engine._hand_in(lambda: engine._accept(request, (AtOnce(), answer)))  # type: ignore[arg-type]
-    return answer
+    return say(engine, SampleRequest(name, (1, 2, len(name)), 0, key, (), sampling, hear=hear))
 
 
 def sample(engine: Engine, name: str, **asked: Any) -> Sample:
-    answer = say(engine, name, **asked)
-    assert answer.there.wait(PATIENCE_S)
+    answer = begin(engine, name, **asked).wait()
     engine.release(name)
-    assert isinstance(answer.sample, Sample)
-    return answer.sample
+    assert isinstance(answer, Sample)
+    return answer
 
 
 def test_every_call_but_the_last_is_sent_before_the_one_before_it_is_read(engine: Engine) -> None:
@@ -83,19 +52,17 @@ def test_every_call_but_the_last_is_sent_before_the_one_before_it_is_read(engine
 
 def test_a_slot_that_is_released_while_a_call_writes_to_it_serves_the_next_with_its_own_bits(engine: Engine) -> None:
     want = sample(engine, "next")
-    held = [say(engine, f"held{i}", most=1) for i in range(3)]
-    assert all(answer.there.wait(PATIENCE_S) for answer in held)
+    held = [begin(engine, f"held{i}", most=1) for i in range(3)]
+    assert all(answer.wait() for answer in held)
     after: list[Answer] = []
 
     def replace_it(tokens: list[int]) -> None:
         engine.release("first")  # of one turn, whose next call is on its way
-        after.append(say(engine, "next"))
+        after.append(begin(engine, "next"))
 
-    first = say(engine, "first", hear=lambda tokens: None if after else replace_it(tokens))
-    assert first.there.wait(PATIENCE_S)
-    assert after[0].there.wait(PATIENCE_S)
-    assert first.sample is None
-    assert after[0].sample == want
+    first = begin(engine, "first", hear=lambda tokens: None if after else replace_it(tokens))
+    assert first.wait() is None
+    assert after[0].wait() == want
     for name in ("next", *(f"held{i}" for i in range(3))):
         engine.release(name)
 

@@ -6,6 +6,7 @@ import asyncio
 import random
 from collections.abc import Coroutine, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -13,14 +14,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+from at_once import PATIENCE_S, say
 
 from jaxagent.engine.cache import cache_of
 from jaxagent.engine.engine import Engine, EngineOptions
+from jaxagent.engine.flight import Pace
 from jaxagent.engine.pages import PageTable
 from jaxagent.engine.replicas import Replicas
 from jaxagent.engine.steps import make_steps, new_rows
 from jaxagent.models.attention_paged import Paged
-from jaxagent.types import SampleRequest, Sampling, sampling_key
+from jaxagent.types import SampleRequest, Sampling, Vocabulary, sampling_key
 
 CONFIG = tiny.config()
 SLOTS = EngineOptions(
@@ -28,14 +31,14 @@ SLOTS = EngineOptions(
 )
 # Seven pages hold one trajectory to its end and a page more: four at once must give way to each other. Only published weights
 # make cached keys be computed again.
-PAGES = replace(SLOTS, pages=8, recompute=True)
-PATIENCE_S = 120.0  # a hang fails by this; nothing is measured
+PAGES = replace(SLOTS, pages=8, recompute=True, overlap=True)  # always a call under way, where pages allow it: the harder way
+VOCABULARY = Vocabulary(tuple(bytes([65 + i]) for i in range(CONFIG.vocab_size)), frozenset({3, 7}))
 
 Turns = list[tuple[list[int], list[float]]]
 
 
 def start(options: EngineOptions) -> Engine:
-    engine = Engine(CONFIG, options, next(tiny.mesh(data=1).replicas()))
+    engine = Engine(CONFIG, options, next(tiny.mesh(data=1).replicas()), VOCABULARY)
     engine.publish(tiny.params(CONFIG), version=0)
     return engine
 
@@ -84,6 +87,7 @@ async def play(engine: Engine | Replicas, name: str, group: str = "", seed: int 
     unfed, held, turns = [prompt.randrange(40) for _ in range(prompt.randrange(7, 14))], 0, []
     for _ in range(rng.randrange(2, 5)):
         settings = {"max_tokens": rng.randrange(2, 9), "presence_penalty": rng.choice([0.0, 0.0, 1.5])}
+        settings["stop_strings"] = rng.choice([(), (), ("B", "K", "V", "ab")])  # ends of which the device knows nothing
         sample = await engine.generate(ask(name, unfed, held, group, **settings))
         turns.append((sample.tokens, sample.logprobs))
         held += len(unfed) + len(sample.tokens)
@@ -108,11 +112,22 @@ def wanted(slots: Engine) -> dict[str, Turns]:
     return run(play_all(slots))
 
 
-@pytest.mark.parametrize("seed", range(6))
+def test_the_turns_end_in_every_way(wanted: dict[str, Turns]) -> None:
+    """Without this the equalities below could hold of fewer."""
+    ends = [tokens[-1] for turns in wanted.values() for tokens, _ in turns]
+    assert {3, 7} & set(ends)
+    assert {1, 10, 21} & set(ends)  # a stop string
+    assert len(set(ends)) > 5  # budgets
+
+
+@pytest.mark.parametrize("overlap", [True, False], ids=["two calls deep", "one"])
+@pytest.mark.parametrize("seed", range(5))
 def test_episodes_with_forks_are_bit_equal_to_slots_though_there_are_too_few_pages(
-    pages: Engine, wanted: dict[str, Turns], seed: int
+    pages: Engine, wanted: dict[str, Turns], seed: int, overlap: bool
 ) -> None:
+    pages.run(lambda: setattr(pages, "_pace", Pace(overlap)))
     assert run(play_all(pages, seed)) == wanted
+    pages.run(lambda: setattr(pages, "_pace", Pace(True)))
     stats = pages.take_stats()
     assert stats.offloaded > 0  # they did give way
     assert stats.turns == sum(len(turns) for turns in wanted.values())
@@ -177,29 +192,29 @@ def test_idle_trajectories_that_hold_all_pages_do_not_keep_a_new_one_waiting(pag
 def test_new_weights_in_the_middle_of_turns_are_computed_again_in_pages_of_each_rows_own(pages: Engine) -> None:
     prompt = [i % 40 for i in range(12)]
 
-    async def story(version: int) -> tuple[list[Any], list[Any]]:
-        begun = asyncio.Event()
-        asked = [replace(ask(f"w{i}", prompt, group="g", max_tokens=20), stop=()) for i in range(4)]
-        asked[0] = replace(asked[0], hear=lambda tokens: begun.set())
-        turns = [asyncio.create_task(pages.generate(request)) for request in asked]
-        await begun.wait()
-        await asyncio.to_thread(pages.publish, tiny.params(CONFIG, seed=1), version)
-        first = await asyncio.gather(*turns)
-        for name in ("w1", "w2", "w3"):  # the rest has room enough
-            pages.release(name)
+    published: list[Any] = []
+
+    def publish(tokens: list[int]) -> None:
+        if not published:
+            published.append(pages.post(partial(pages._publish, tiny.params(CONFIG, seed=1), 1)))
+
+    async def afterwards() -> list[Any]:
         second = await pages.generate(ask("w0", [5], 12 + len(first[0].tokens), temperature=0.0))
         again = await pages.generate(ask("fresh", [*prompt, *first[0].tokens, 5], temperature=0.0))
-        for name in ("w0", "fresh"):
-            pages.release(name)
-        return first, [second, again]
+        return [second, again]
 
-    for version in range(1, 20, 2):
-        first, (second, again) = run(story(version))
-        assert second.tokens == again.tokens  # as if these weights had been there from the beginning
-        pages.publish(tiny.params(CONFIG), version=version + 1)
-        if set(first[0].versions) == {version - 1, version}:
-            return
-    pytest.fail("ten turns were all over before the weights were there")
+    asked = [replace(ask(f"w{i}", prompt, group="g", max_tokens=20), stop=()) for i in range(4)]
+    answers = [say(pages, request) for request in (replace(asked[0], hear=publish), *asked[1:])]
+    first = [answer.wait() for answer in answers]
+    published[0].result(PATIENCE_S)
+    assert set(first[0].versions) == {0, 1}
+    for name in ("w1", "w2", "w3"):  # the rest has room enough
+        pages.release(name)
+    second, again = run(afterwards())
+    assert second.tokens == again.tokens  # as if these weights had been there from the beginning
+    for name in ("w0", "fresh"):
+        pages.release(name)
+    pages.publish(tiny.params(CONFIG), version=0)
 
 
 def test_without_exactness_the_tokens_are_the_same(wanted: dict[str, Turns]) -> None:

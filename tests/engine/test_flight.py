@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
-from jaxagent.engine.flight import Flight, Pace
+from jaxagent.engine.flight import Flight, Pace, most_prefilled
 from jaxagent.engine.slots import Row
 from jaxagent.types import SampleRequest
 
@@ -61,3 +63,9 @@ def test_only_the_turns_that_were_stepped_are_told_and_not_what_came_to_their_ro
     rows[0].request = None  # ended in the call before, or released
     rows[1].request = SampleRequest("b", (2,), 1, (0, 0), ())  # and began another turn
     assert flight.going_on() == [(rows[2], 6)]
+
+
+def test_more_is_prefilled_before_a_call_the_fewer_rows_wait_for_it() -> None:
+    assert most_prefilled(64, 16, decoding=64) == 2 * 64 * 16  # two tokens for each that the call has
+    assert most_prefilled(64, 16, decoding=16) == 4 * 2 * 64 * 16
+    assert most_prefilled(64, 16, decoding=0) == math.inf

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from jaxagent.engine.slots import AWAY, Row, SlotTable
+from jaxagent.engine.pages import PageTable
+from jaxagent.engine.slots import AWAY, SlotTable
 from jaxagent.types import SampleRequest, Sampling
 
 
@@ -32,11 +35,14 @@ def end_turn(table: SlotTable, name: str, sampled: list[int]) -> None:
 Call = tuple[int, list[tuple[str, int, list[int]]]]
 
 
-def prefill(table: SlotTable, buckets: tuple[int, ...] = (4, 8), rows: int = 2) -> list[Call]:
-    """All prefill calls as (bucket, [(trajectory, position, tokens)])."""
-    return [
-        (bucket, [(row.trajectory, row.cached, tokens) for row, tokens in work]) for bucket, work in table.chunks(buckets, rows)
+def prefill(table: SlotTable, buckets: tuple[int, ...] = (4, 8), rows: int = 2, budget: float = math.inf) -> list[Call]:
+    """Prefill calls as (bucket, [(trajectory, position, tokens)])."""
+    calls = [
+        (bucket, [(row.trajectory, row.cached, tokens) for row, tokens in work])
+        for bucket, work in table.chunks(buckets, rows, budget)
     ]
+    table.take_begun()
+    return calls
 
 
 def test_all_but_the_last_fed_token_are_prefilled_and_the_last_is_pending() -> None:
@@ -86,6 +92,80 @@ def test_a_call_holds_no_more_rows_than_it_is_compiled_for() -> None:
     table = SlotTable(5, 32, 99)
     enter(table, *(ask(name) for name in "abcde"))
     assert [len(work) for _, work in prefill(table, rows=2)] == [2, 2, 1]
+
+
+def test_a_budget_cuts_the_calls_off_and_they_go_on_where_they_stopped_with_the_eldest_turn_first() -> None:
+    def entered() -> SlotTable:
+        table = SlotTable(3, 64, 99)
+        enter(table, ask("short", (1, 2)), ask("a", tuple(range(30))), ask("b", tuple(range(17))))
+        return table
+
+    cut, whole = entered(), prefill(entered())
+    found = [call for budget in (1, 17, 16) for call in prefill(cut, budget=budget)]
+    assert len(found) == 1 + 2 + 1  # a call is not cut: one of two rows of 8 may go beyond what is left
+    assert [work[0][0] for _, work in whole] == ["short", "a", "a", "a", "a"]
+    assert found == whole[:4]
+    assert [row.trajectory for row in cut.begun] == ["a"]  # the others can be decoded
+    assert prefill(cut) == whole[4:]
+    assert not cut.begun
+
+
+def test_who_asks_later_is_not_prefilled_before_who_waits() -> None:
+    table = SlotTable(3, 64, 99)
+    enter(table, ask("a", (1, 2)), ask("b", tuple(range(40))))
+    prefill(table, budget=1)
+    end_turn(table, "a", [3])
+    for _ in range(3):
+        prefill(table, budget=1)
+    enter(table, ask("a", tuple(range(20)), start=3))
+    order = [name for _, work in prefill(table, rows=1) for name, _, _ in work]
+    assert order == ["b", "b", "a", "a", "a"]
+
+
+def test_a_turn_whose_prompt_is_not_whole_yet_is_not_decoded_and_nobody_forks_it() -> None:
+    table = SlotTable(3, 32, 3)
+    enter(table, *(ask(name, tuple(range(13)), group="g") for name in "ab"))
+    a, b = table.rows.values()
+    assert prefill(table, budget=1) == [(8, [("a", 0, list(range(8)))])]
+    assert (a.filled, a.fed, b.fed, table.begun) == (8, False, False, [a, b])
+    prefill(table, budget=1)
+    assert (a.filled, a.fed, b.fed, table.begun) == (12, True, True, [])
+
+
+def test_a_turn_under_way_whose_cache_is_forgotten_begins_again_when_all_of_it_is_there() -> None:
+    table = SlotTable(2, 64, 99)
+    enter(table, ask("a", tuple(range(6)), budget=20))
+    prefill(table)
+    table.rows["a"].tokens = list(range(10))
+    table.forget()
+    table.forget()  # twice before anything is computed
+    assert table.begun == [table.rows["a"]]
+    prefill(table, budget=1)
+    assert (table.rows["a"].filled, table.begun) == (8, [table.rows["a"]])
+    prefill(table)
+    assert (table.rows["a"].filled, table.begun) == (15, [])
+
+
+def test_a_call_is_sent_before_the_last_is_read_only_where_both_find_pages_that_nobody_has() -> None:
+    table = SlotTable(2, 32, 99, PageTable(2, 32, 4, 9), ahead=4)  # eight pages
+    enter(table, ask("elder", tuple(range(10)), budget=20), ask("younger", tuple(range(5)), budget=20))
+    elder, younger = table.rows.values()
+    assert list(table.fit()) == []  # four pages, and two
+    assert table.ample()
+    elder.ahead = younger.ahead = 4
+    assert table.ample()  # one more for each
+    elder.tokens = [1] * 4
+    assert not table.ample()  # two and one
+    younger.ahead = 0  # it begins: it may have to wait, and gives up what no call writes to
+    assert table.ample()
+    younger.ahead, elder.request = 4, None
+    assert table.ample()
+    younger.tokens = [1] * 12
+    assert not table.ample()
+    younger.request = replace(younger.request, sampling=Sampling(max_tokens=16))  # nothing behind the call under way
+    assert not table.ample()
+    younger.tokens = [1] * 4
+    assert table.ample()
 
 
 @pytest.mark.parametrize(
@@ -227,13 +307,12 @@ def step(
     elif kind == "leave" and leaving:
         table.release(rng.choice(leaving))
     table.admit()
-    begun: list[Row] = table.take_begun()
-    for row in begun:
+    for row in table.begun:
         cache.setdefault(row.slot, [])
     for _, work in table.chunks((2, 4), 2):
         for row, tokens in work:
             cache[row.slot][row.cached :] = tokens
-    for row in begun:
+    for row in table.take_begun():
         if row.source:
             cache[row.slot] = cache[row.source.slot][: row.cached]
             row.source = None
@@ -329,15 +408,14 @@ def decode(rng: random.Random, table: SlotTable, cache: dict[int, list[int]]) ->
     for row in table.take_returned():
         if row.stash is not None:
             cache[row.slot], row.stash = row.stash, None
-    begun = table.take_begun()
-    for _, work in table.chunks((2, 4), 2):
+    for _, work in table.chunks((2, 4), 2, budget=rng.choice((1, 9, math.inf))):
         for row, tokens in work:
             cache.setdefault(row.slot, [])[row.cached :] = tokens
-    for row in begun:
+    for row in table.take_begun():
         if row.source:
             assert table.by_slot[row.source.slot] is row.source
             cache[row.slot], row.source = cache[row.source.slot][: row.cached], None
-    for row in [row for row in table.by_slot if row and row.request]:
+    for row in [row for row in table.by_slot if row and row.request and row.fed]:
         tokens = [*row.held, *row.tokens]
         there = cache.setdefault(row.slot, [])
         del there[len(tokens) - 1 :]
