@@ -22,7 +22,7 @@ from jaxagent.algos.values import branch_scores, chosen_turns
 from jaxagent.data.tasks import TaskStream, ValueStream
 from jaxagent.envs.env import ENDLESS, Task, World, size_of
 from jaxagent.journal import Journal
-from jaxagent.rollout import STOP_POLL_S, Rollouts, Stopped, wait
+from jaxagent.rollout import STOP_POLL_S, RolloutOptions, Rollouts, Stopped, wait
 from jaxagent.search import Tree, Value, search
 from jaxagent.stem import paths_of, stem_of, want_one_agent
 from jaxagent.types import Group, Peers, Sampling, Trajectory, sampling_key
@@ -64,6 +64,18 @@ class FeedOptions:
         if self.min_group and not 2 <= self.min_group <= self.rollouts:
             most = f"feed.rollouts={self.rollouts}"
             raise ValueError(f"feed.min_group must be 0, or from 2, which can be compared, to {most}; got {self.min_group}")
+
+    @property
+    def most_at_once(self) -> int:
+        """How many episodes of groups may be there at one time, played or waiting for a place."""
+        return self.prompts * self.rollouts * (1 + self.max_staleness)
+
+    def budget_s(self, options: RolloutOptions, *, mixed: bool) -> float:
+        """Seconds within which the groups of a step are played, whatever hangs in them; `mixed` as in `Feed.take`."""
+        each = options.budget_s(self.most_at_once)
+        if self.branches:
+            each += options.budget_s(self.most_at_once + self.prompts * self.branches)
+        return each * (self.max_rounds if mixed else 1)
 
 
 def stream_of(world: World, seed: int, options: FeedOptions) -> TaskStream | ValueStream:
