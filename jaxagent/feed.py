@@ -224,7 +224,8 @@ class Feed:
             version: of the weights that these groups are trained on, which are published.
             steps_left: steps after this one.
             meanwhile: what is done with groups while others are played.
-            stop: whether the run is to stop. Raises Stopped, at once, where it says so; the feed is then as it was before.
+            stop: whether this host is to stop. Raises Stopped where it says so, at once; of several hosts on all where one
+                does, which gives up its episodes at once, the others when theirs are over. The feed is then as it was before.
         """
         before = self.state() if stop else {}
         try:
@@ -247,17 +248,21 @@ class Feed:
             if self.options.min_group:
                 self.rollouts.hurry([admitted.episodes for admitted in due if admitted.episodes], self.options.min_group)
             groups: dict[int, Group] = {}
-            for admitted in waiting.finished(due):
-                group = groups[admitted.number] = Group.of(admitted.key, wait(admitted.episodes))
-                if shape:
-                    shape(group)
-                if waiting.meanwhile and (not mixed or has_signal(group)):
-                    waiting.meanwhile.add(group)
-                self._check_age(group, version)
-            if self.options.branches:
-                finished = [(groups[admitted.number], self.world.task("train", admitted.index)) for admitted in due]
-                self._branch(finished, waiting.stop)
-            endings = self._endings(groups.values())
+            stopped = False
+            try:
+                for admitted in waiting.finished(due):
+                    group = groups[admitted.number] = Group.of(admitted.key, wait(admitted.episodes))
+                    if shape:
+                        shape(group)
+                    if waiting.meanwhile and (not mixed or has_signal(group)):
+                        waiting.meanwhile.add(group)
+                    self._check_age(group, version)
+                if self.options.branches:
+                    finished = [(groups[admitted.number], self.world.task("train", admitted.index)) for admitted in due]
+                    self._branch(finished, waiting.stop)
+            except Stopped:
+                stopped = True
+            endings = self._endings(groups.values(), stopped)
             for admitted in due:
                 group, (solved, played, signal) = groups[admitted.number], endings[admitted.key]
                 self.tasks.tell(admitted.index, solved, played)
@@ -302,15 +307,19 @@ class Feed:
                     f"trained on version {version}, but feed.max_staleness is {self.options.max_staleness}: a fault of jaxagent"
                 )
 
-    def _endings(self, groups: Iterable[Group]) -> dict[str, tuple[int, int, bool]]:
-        """How many rollouts solved it, how many count, and whether it has a signal, of every group, whoever played it."""
+    def _endings(self, groups: Iterable[Group], stopped: bool = False) -> dict[str, tuple[int, int, bool]]:
+        """How many rollouts solved it, how many count, and whether it has a signal, of every group, whoever played it.
+
+        Raises Stopped, on all hosts, where one of them has stopped.
+        """
         ended: dict[str, tuple[int, int, bool]] = {}
         for group in (group for group in groups if group.rows):  # of the other hosts' groups nothing is here
             counted = [row for row in group.trajectories if row.stop.counts and not row.segment]
             ended[group.key] = sum(row.solved for row in counted), len(counted), has_signal(group)
-        for others in self.peers.gather(ended) if self.peers else ():
-            ended |= others
-        return ended
+        told = self.peers.gather([stopped, ended]) if self.peers else [[stopped, ended]]
+        if any(stopped for stopped, _ in told):
+            raise Stopped
+        return {key: ending for _, others in told for key, ending in others.items()}
 
     def metrics(self) -> dict[str, float]:
         """How far the rollouts are ahead of the step: groups that later steps will train on, and how many of them are done."""

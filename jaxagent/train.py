@@ -300,7 +300,8 @@ def prepare(config: ConfigDict, workdir: Path) -> None:
         workdir.mkdir(parents=True, exist_ok=True)
         (workdir / "sandbox.log").touch()
     except OSError as error:
-        raise configs.ConfigError([f"--workdir={workdir} cannot be written: {error.strerror}"]) from None
+        fault = f"--workdir={workdir} cannot be written: {error.strerror} ({error.filename or workdir})"
+        raise configs.ConfigError([f"{fault}; make room there, or get the right to write, or name another directory"]) from None
     saved = workdir / "config.json"
     if saved.exists() and (changed := configs.differences(config, saved)):
         raise configs.ConfigError([f"{workdir} holds a run of another config: {change}" for change in changed])
@@ -440,7 +441,7 @@ def train(run: Run) -> None:
                 version=step,
                 steps_left=c.train.steps - step - 1,
                 meanwhile=update,
-                stop=(lambda: run.stopping) if run.hosts.count == 1 else None,  # several agree on it after the step
+                stop=lambda: run.stopping,
             )
         values = run.hosts.combined(described(run, sampled) | group_metrics(groups, sampled) | run.feed.metrics())
         # Gradients, as far as they were not computed while other groups were played: rows without advantage cost nothing.
