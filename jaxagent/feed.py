@@ -316,7 +316,7 @@ class Feed:
         for group in (group for group in groups if group.rows):  # of the other hosts' groups nothing is here
             counted = [row for row in group.trajectories if row.stop.counts and not row.segment]
             ended[group.key] = sum(row.solved for row in counted), len(counted), has_signal(group)
-        told = self.peers.gather([stopped, ended]) if self.peers else [[stopped, ended]]
+        told: list[Any] = self.peers.gather([stopped, ended]) if self.peers else [[stopped, ended]]
         if any(stopped for stopped, _ in told):
             raise Stopped
         return {key: ending for _, others in told for key, ending in others.items()}

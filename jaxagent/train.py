@@ -294,8 +294,8 @@ def prepare(config: ConfigDict, workdir: Path) -> None:
     if re.match(r"[a-z0-9]+:/", str(workdir)):
         raise ValueError(
             f"--workdir={workdir}: a directory is wanted, not the address of a store: metrics, trajectories and eval.json are "
-            "ordinary files, appended to and renamed, beside Orbax's checkpoints; mount a file system that all hosts see, such as "
-            "NFS or Filestore, and name a directory there; a finished run may be copied to a bucket"
+            "ordinary files, appended to and renamed, beside Orbax's checkpoints; mount a file system that all hosts see, "
+            "such as NFS or Filestore, and name a directory there; a finished run may be copied to a bucket"
         )
     try:
         workdir.mkdir(parents=True, exist_ok=True)

@@ -38,6 +38,7 @@ def ended(processes: list[subprocess.Popen[str]], code: int) -> list[str]:
     finally:
         for process in processes:
             process.kill()
+            process.wait()
     assert [process.returncode for process in processes] == [code] * len(processes), said
     return said
 
