@@ -22,7 +22,7 @@ from jaxagent.algos.values import branch_scores, chosen_turns
 from jaxagent.data.tasks import TaskStream, ValueStream
 from jaxagent.envs.env import ENDLESS, Task, World, size_of
 from jaxagent.journal import Journal
-from jaxagent.rollout import STOP_POLL_S, Rollouts, Stopped, wait
+from jaxagent.rollout import STOP_POLL_S, RolloutOptions, Rollouts, Stopped, wait
 from jaxagent.search import Tree, Value, search
 from jaxagent.stem import paths_of, stem_of, want_one_agent
 from jaxagent.types import Group, Peers, Sampling, Trajectory, sampling_key
@@ -64,6 +64,18 @@ class FeedOptions:
         if self.min_group and not 2 <= self.min_group <= self.rollouts:
             most = f"feed.rollouts={self.rollouts}"
             raise ValueError(f"feed.min_group must be 0, or from 2, which can be compared, to {most}; got {self.min_group}")
+
+    @property
+    def most_at_once(self) -> int:
+        """How many episodes of groups may be there at one time, played or waiting for a place."""
+        return self.prompts * self.rollouts * (1 + self.max_staleness)
+
+    def budget_s(self, options: RolloutOptions, *, mixed: bool) -> float:
+        """Seconds within which the groups of a step are played, whatever hangs in them; `mixed` as in `Feed.take`."""
+        each = options.budget_s(self.most_at_once)
+        if self.branches:
+            each += options.budget_s(self.most_at_once + self.prompts * self.branches)
+        return each * (self.max_rounds if mixed else 1)
 
 
 def stream_of(world: World, seed: int, options: FeedOptions) -> TaskStream | ValueStream:
@@ -212,7 +224,8 @@ class Feed:
             version: of the weights that these groups are trained on, which are published.
             steps_left: steps after this one.
             meanwhile: what is done with groups while others are played.
-            stop: whether the run is to stop. Raises Stopped, at once, where it says so; the feed is then as it was before.
+            stop: whether this host is to stop. Raises Stopped where it says so, at once; of several hosts on all where one
+                does, which gives up its episodes at once, the others when theirs are over. The feed is then as it was before.
         """
         before = self.state() if stop else {}
         try:
@@ -235,17 +248,21 @@ class Feed:
             if self.options.min_group:
                 self.rollouts.hurry([admitted.episodes for admitted in due if admitted.episodes], self.options.min_group)
             groups: dict[int, Group] = {}
-            for admitted in waiting.finished(due):
-                group = groups[admitted.number] = Group.of(admitted.key, wait(admitted.episodes))
-                if shape:
-                    shape(group)
-                if waiting.meanwhile and (not mixed or has_signal(group)):
-                    waiting.meanwhile.add(group)
-                self._check_age(group, version)
-            if self.options.branches:
-                finished = [(groups[admitted.number], self.world.task("train", admitted.index)) for admitted in due]
-                self._branch(finished, waiting.stop)
-            endings = self._endings(groups.values())
+            stopped = False
+            try:
+                for admitted in waiting.finished(due):
+                    group = groups[admitted.number] = Group.of(admitted.key, wait(admitted.episodes))
+                    if shape:
+                        shape(group)
+                    if waiting.meanwhile and (not mixed or has_signal(group)):
+                        waiting.meanwhile.add(group)
+                    self._check_age(group, version)
+                if self.options.branches:
+                    finished = [(groups[admitted.number], self.world.task("train", admitted.index)) for admitted in due]
+                    self._branch(finished, waiting.stop)
+            except Stopped:
+                stopped = True
+            endings = self._endings(groups.values(), stopped)
             for admitted in due:
                 group, (solved, played, signal) = groups[admitted.number], endings[admitted.key]
                 self.tasks.tell(admitted.index, solved, played)
@@ -290,15 +307,19 @@ class Feed:
                     f"trained on version {version}, but feed.max_staleness is {self.options.max_staleness}: a fault of jaxagent"
                 )
 
-    def _endings(self, groups: Iterable[Group]) -> dict[str, tuple[int, int, bool]]:
-        """How many rollouts solved it, how many count, and whether it has a signal, of every group, whoever played it."""
+    def _endings(self, groups: Iterable[Group], stopped: bool = False) -> dict[str, tuple[int, int, bool]]:
+        """How many rollouts solved it, how many count, and whether it has a signal, of every group, whoever played it.
+
+        Raises Stopped, on all hosts, where one of them has stopped.
+        """
         ended: dict[str, tuple[int, int, bool]] = {}
         for group in (group for group in groups if group.rows):  # of the other hosts' groups nothing is here
             counted = [row for row in group.trajectories if row.stop.counts and not row.segment]
             ended[group.key] = sum(row.solved for row in counted), len(counted), has_signal(group)
-        for others in self.peers.gather(ended) if self.peers else ():
-            ended |= others
-        return ended
+        told: list[Any] = self.peers.gather([stopped, ended]) if self.peers else [[stopped, ended]]
+        if any(stopped for stopped, _ in told):
+            raise Stopped
+        return {key: ending for _, others in told for key, ending in others.items()}
 
     def metrics(self) -> dict[str, float]:
         """How far the rollouts are ahead of the step: groups that later steps will train on, and how many of them are done."""

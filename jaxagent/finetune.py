@@ -36,7 +36,7 @@ from jaxagent.data.dialogues import Examples, by_group
 from jaxagent.data.pack import Batch, Row, pack
 from jaxagent.data.tasks import examples_at
 from jaxagent.envs import env as envs
-from jaxagent.hosts import join
+from jaxagent.hosts import ALONE, join
 from jaxagent.learner import Learner
 from jaxagent.parts import build, faults, policy_shape, use_devices
 from jaxagent.process import read_labels, said_of
@@ -80,14 +80,17 @@ def main(config: ConfigDict, workdir: str | Path, progress: Progress | None = No
     join()  # several processes are refused, and would otherwise all write here
     use_devices(config)
     given = read(config) if config.finetune.path else None
-    parts = build(config, workdir / "sandbox.log", with_critic=config.finetune.mode == "rest_mcts")
+    watchdog = train.watchdog_of(workdir, ALONE)
+    with watchdog.within("start"):
+        parts = build(config, workdir / "sandbox.log", with_critic=config.finetune.mode == "rest_mcts")
     configs.save(config, workdir / "config.json")
     try:
         chapters = tell, train.resume, train.warm_up, partial(tune, given=given), train.finish
-        return train.story(Run(config, workdir, parts, progress), *chapters)
+        return train.story(Run(config, workdir, parts, progress, watchdog), *chapters)
     finally:
-        progress.stop()
-        parts.close()
+        with watchdog.within("close"):
+            progress.stop()
+            parts.close()
 
 
 def tell(run: Run) -> None:
@@ -158,7 +161,8 @@ def tune(run: Run, given: Lesson | None) -> None:
         if round_ != number:
             lesson, number = given or sample(run, round_, fresh=within == 0), round_
             if c.finetune.mode == "dpo":
-                lesson.reference_P2 = under(parts.learner, start, lesson.pairs, c.finetune.batch)
+                with run.watchdog.within("reference"):
+                    lesson.reference_P2 = under(parts.learner, start, lesson.pairs, c.finetune.batch)
         if c.finetune.mode == "rest_em" and within == 0:
             parts.learner.restore_weights(copied(start))
             train.begin_training(run)

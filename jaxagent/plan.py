@@ -24,6 +24,7 @@ from jaxagent.compiled import collectives, summary, totals
 from jaxagent.engine.engine import EngineOptions, used_lengths
 from jaxagent.envs import env as envs
 from jaxagent.estimates import append_temporaries, decode_temporaries, gradient_temporaries, update_temporaries, width_bytes
+from jaxagent.feed import FeedOptions
 from jaxagent.hosts import Hosts, check_mesh
 from jaxagent.learner import Learner, LearnerOptions
 from jaxagent.models.transformer import Decoder, DecoderConfig, params_of
@@ -236,13 +237,13 @@ def iteration(run: Shapes, iteration_s: float) -> dict[str, Any]:
     infrastructure fails. Continuations of turns are counted as episodes.
     """
     c, seats = run.config, envs.seats_of(run.world)
-    trained = c.feed.prompts * (c.feed.rollouts + (0 if c.finetune.mode else c.feed.branches))
+    feed = FeedOptions(**{**c.feed, "branches": 0 if c.finetune.mode else c.feed.branches})
     rounds = c.feed.max_rounds if run.algorithm.select == "mixed" and not c.finetune.mode else 1  # groups that are replaced
+    trained = c.feed.prompts * (c.feed.rollouts + feed.branches)
     episodes = trained * rounds
     sampled = episodes * seats * min(c.agent.max_tokens, c.agent.max_turns * c.sampling.max_tokens)
     tuned = c.finetune.batch * (2 if c.finetune.mode == "dpo" else 1)
     rows, steps = (tuned, 1) if c.finetune.mode else (trained * seats, c.train.minibatches)
-    played = c.feed.prompts * c.feed.rollouts * (1 + c.feed.max_staleness)
     fitting = max(1, c.learner.row_tokens // c.agent.max_tokens)
     packed = math.ceil(rows / steps / fitting)
     calls = episodes * seats * c.agent.max_turns if run.world.tools else 0
@@ -256,7 +257,7 @@ def iteration(run: Shapes, iteration_s: float) -> dict[str, Any]:
         "micro_batches": math.ceil(packed / c.learner.batch_rows) * steps,
         "optimizer_steps": steps,
         "staleness": c.feed.max_staleness,
-        "rollouts_end_within_s": RolloutOptions(**c.rollout).budget_s(played) * rounds,
+        "rollouts_end_within_s": feed.budget_s(RolloutOptions(**c.rollout), mixed=rounds > 1),
         "sandbox_calls": calls,
         "sandbox_cpu_s": round(cpu_s, 3),
         "sandbox_cores": round(cpu_s / iteration_s, 2),

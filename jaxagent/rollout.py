@@ -18,12 +18,13 @@ import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from jaxagent.agent import Agent, Player
 from jaxagent.envs.env import Ablated, Env, Task, World
+from jaxagent.hold import Hold
 from jaxagent.journal import Journal, Recorded
 from jaxagent.lengths import Gate, Lengths, Member, Ranked, Siblings
 from jaxagent.stem import Resumed, Stem
@@ -86,47 +87,6 @@ class _How:
     origin: _Origin | None = None  # where their world stands, if it can be copied
 
 
-@dataclass
-class _Hold:
-    """What an episode that is played is held by: how it is ended from outside, and what is said of it then."""
-
-    asked_s: float
-    task: asyncio.Task[Any] | None = None
-    over: bool = False  # its rows are whole, though its world may still be closed
-    stop: StopReason | None = None  # it is to end, and this is said of it
-    why: str = ""
-    session: str = ""  # the name under which its world asks the sandbox
-    opened: list[Env] = field(default_factory=list)  # its world, as soon as there is one
-    heard: list[Callable[[], None]] = field(default_factory=list)  # told when it is over
-
-    def begin(self) -> None:
-        """Called in the episode's own task. Raises CancelledError where it was ended before it began."""
-        self.task = asyncio.current_task()
-        if self.stop:
-            raise asyncio.CancelledError
-
-    def end(self, stop: StopReason, why: str) -> None:
-        """Ends the episode, in its loop; where its rows are whole, only what it still waits for, and no straggler for that."""
-        if self.over and stop is StopReason.STRAGGLER:
-            return
-        if not self.over and self.stop is None:
-            self.stop, self.why = stop, why
-        if self.task:
-            self.task.cancel()
-
-    def caught(self) -> None:
-        """A cancellation was caught in the episode's task: that of `end`, or one that nobody owns up to."""
-        if self.task and self.task.cancelling():
-            self.task.uncancel()
-        if self.stop is None:
-            self.stop, self.why = StopReason.INFRA_FAILURE, "cancelled from elsewhere"
-
-    def tell(self) -> None:
-        self.over, self.task = True, None
-        for heard in self.heard:
-            heard()
-
-
 class Rollouts:
     """Plays episodes of one world. `seed` and the episode's names fix every draw."""
 
@@ -148,7 +108,7 @@ class Rollouts:
         self._loop = loop or asyncio.new_event_loop()
         self._lengths, self._lengths_of_rests = Lengths(self._loop.time), Lengths(self._loop.time)
         self._waves, self._closing = itertools.count(1), False
-        self._holds: dict[Future[list[Trajectory]], _Hold] = {}  # of episodes that are played, or wait for it
+        self._holds: dict[Future[list[Trajectory]], Hold] = {}  # of episodes that are played, or wait for it
         self._thread = threading.Thread(target=self._loop.run_forever, name="rollouts", daemon=True)
         self._thread.start()
         self._sandbox, self._gate = self._run(self._open(sandbox)).result()
@@ -214,6 +174,16 @@ class Rollouts:
         wanted = [max(0, least - len(group) + len(left)) for group, left in zip(groups, held, strict=True)]
         self._loop.call_soon_threadsafe(self._hurry, held, wanted, least)
 
+    def open(self) -> list[str]:
+        """Where every episode is that is played now: its turn, what it waits for, its session. Any thread may ask."""
+        now = self._loop.time()
+        played = [hold for hold in list(self._holds.values()) if hold.task and hold.rows and not hold.over]
+        return [
+            f"{hold.rows[0].group}#{hold.rows[0].rollout}, "
+            + self._told(hold.rows[0], hold.rows, f"{now - hold.asked_s:.0f} s since it was asked for", hold)
+            for hold in played
+        ]
+
     def close(self) -> None:
         """Ends the loop; episodes that are still played are cancelled."""
         if self._loop.is_closed():
@@ -227,8 +197,8 @@ class Rollouts:
     def _run(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
-    def _start(self, episode: Callable[[_Hold], Coroutine[Any, Any, list[Trajectory]]]) -> Future[list[Trajectory]]:
-        hold = _Hold(self._loop.time())
+    def _start(self, episode: Callable[[Hold], Coroutine[Any, Any, list[Trajectory]]]) -> Future[list[Trajectory]]:
+        hold = Hold(self._loop.time())
         future: Future[list[Trajectory]] = self._run(episode(hold))
         self._holds[future] = hold
         future.add_done_callback(self._forget)
@@ -244,7 +214,7 @@ class Rollouts:
         why = f"no end within the {budget_s:g} s that a call's episodes may take (rollout.deadline_s and rollout.attempts)"
         self._loop.call_soon_threadsafe(self._end_late, holds, budget_s - 3 * LEAVE_S, why)
 
-    def _end_late(self, holds: Sequence[_Hold], seconds: float, why: str) -> None:
+    def _end_late(self, holds: Sequence[Hold], seconds: float, why: str) -> None:
         left = [hold for hold in holds if not hold.over]
         count = len(left)
 
@@ -262,7 +232,7 @@ class Rollouts:
         for hold in left:
             hold.heard.append(over)
 
-    def _hurry(self, groups: Sequence[Sequence[_Hold]], wanted: list[int], least: int) -> None:
+    def _hurry(self, groups: Sequence[Sequence[Hold]], wanted: list[int], least: int) -> None:
         if not any(groups):
             return
         since = min(hold.asked_s for hold in itertools.chain(*groups))
@@ -300,7 +270,7 @@ class Rollouts:
         if self._sandbox is not None:
             await _close(self._sandbox.close)
 
-    async def _episode(self, group: str, task: Task, rollout: int, member: Member, how: _How, hold: _Hold) -> list[Trajectory]:
+    async def _episode(self, group: str, task: Task, rollout: int, member: Member, how: _How, hold: Hold) -> list[Trajectory]:
         if how.journal and (kept := how.journal.episode(group, rollout, task)):
             member.leave()
             return kept
@@ -314,7 +284,7 @@ class Rollouts:
             how.journal.finish(rows)
         return rows
 
-    async def _continuation(self, task: Task, number: int, member: Member, how: _How, hold: _Hold) -> list[Trajectory]:
+    async def _continuation(self, task: Task, number: int, member: Member, how: _How, hold: Hold) -> list[Trajectory]:
         assert how.stem
         try:
             return await self._attempts(partial(how.stem.row, number), task, member, how, hold)
@@ -324,16 +294,16 @@ class Rollouts:
                     await how.origin.leave()
 
     async def _attempts(
-        self, row: Callable[[int], Trajectory], task: Task, member: Member, how: _How, hold: _Hold
+        self, row: Callable[[int], Trajectory], task: Task, member: Member, how: _How, hold: Hold
     ) -> list[Trajectory]:
         """Waits for a place and plays an episode until it counts, so often as may be; or until it is ended from outside."""
-        rows = [row(1)]
+        rows = hold.rows = [row(1)]
         rows[0].waiting = "place"
         try:
             hold.begin()
             async with self._gate.place(member.rank):
                 for attempt in range(1, self.options.attempts + 1):
-                    rows = [row(attempt)]
+                    rows = hold.rows = [row(attempt)]
                     rows = await self._attempt(rows, task, member, how if attempt == 1 else replace(how, origin=None), hold)
                     if rows[0].stop.counts or hold.stop:
                         break
@@ -351,13 +321,13 @@ class Rollouts:
                 one.stop, one.error = hold.stop, self._told(one, rows, hold.why, hold)
         return rows
 
-    def _told(self, row: Trajectory, rows: Sequence[Trajectory], text: str, hold: _Hold) -> str:
+    def _told(self, row: Trajectory, rows: Sequence[Trajectory], text: str, hold: Hold) -> str:
         """Where an episode broke: its turn, what it waited for, which names the tools, and its session in the sandbox."""
         waiting = next((one.waiting for one in rows if one.waiting), "agent")
         session = f"; sandbox session {hold.session}" if self._sandbox is not None and hold.session else ""
         return f"turn {row.trunk_turns + len(row.turns)}: {text}; waiting for the {waiting}{session}"
 
-    async def _attempt(self, rows: list[Trajectory], task: Task, member: Member, how: _How, hold: _Hold) -> list[Trajectory]:
+    async def _attempt(self, rows: list[Trajectory], task: Task, member: Member, how: _How, hold: Hold) -> list[Trajectory]:
         """Plays an episode into `rows` and returns them; of one that could not be ended, a copy that nobody writes to."""
         began = self._loop.time()
         try:
@@ -385,14 +355,14 @@ class Rollouts:
                     hold.caught()
         return rows
 
-    async def _play(self, rows: list[Trajectory], task: Task, member: Member, how: _How, hold: _Hold) -> None:
+    async def _play(self, rows: list[Trajectory], task: Task, member: Member, how: _How, hold: Hold) -> None:
         """Raises Interrupted where something in it wanted to end the whole process."""
         try:
             await self._played(rows, task, member, how, hold)
         except (SystemExit, KeyboardInterrupt) as error:  # asyncio would end the loop, and with it all episodes
             raise Interrupted(f"{type(error).__name__}: {error}") from error
 
-    async def _played(self, rows: list[Trajectory], task: Task, member: Member, how: _How, hold: _Hold) -> None:
+    async def _played(self, rows: list[Trajectory], task: Task, member: Member, how: _How, hold: Hold) -> None:
         agent, first, rows[0].waiting = self.agent, rows[0], "environment"
         if isinstance(agent, Agent):
             agent = agent.through(lambda sampler: Ranked(sampler, member))
@@ -416,7 +386,7 @@ class Rollouts:
             agent = agent.through(lambda sampler: Recorded(sampler, journal, first))
         await agent.play(Ablated(env, not self.world.tools) if how.ablated else env, task, rows, key, how.sampling)
 
-    async def _within_deadline(self, play: Callable[[], Coroutine[Any, Any, None]], hold: _Hold) -> None:
+    async def _within_deadline(self, play: Callable[[], Coroutine[Any, Any, None]], hold: Hold) -> None:
         """Waits for an episode. Raises DeadlineMissed; a world that catches its cancellation cannot keep the step waiting."""
         episode = asyncio.create_task(play())
         try:
@@ -439,7 +409,7 @@ class Rollouts:
             episode.exception()  # whatever came of the cancellation, it is asked for, or asyncio would complain
         raise DeadlineMissed(ended=episode.done())
 
-    def _missed(self, rows: list[Trajectory], hold: _Hold) -> tuple[StopReason, str]:
+    def _missed(self, rows: list[Trajectory], hold: Hold) -> tuple[StopReason, str]:
         """A missed deadline is the policy's fault where its own tool calls took most of the time."""
         if hold.stop:
             return hold.stop, hold.why

@@ -41,14 +41,17 @@ from jaxagent.parts import Learning, Parts, build, faults, shaping_within, use_d
 from jaxagent.process import Process, read_labels
 from jaxagent.progress import Progress
 from jaxagent.rewards.shaping import components
-from jaxagent.rollout import Stopped
+from jaxagent.rollout import RolloutOptions, Stopped
+from jaxagent.selection import SEARCHES
 from jaxagent.timeline import Timeline
 from jaxagent.types import Group, Sampling, StopReason, Trajectory, Turn
 from jaxagent.update import Update, UpdateOptions
 from jaxagent.view import report
+from jaxagent.watchdog import Watchdog, Watched
 from sandbox_client import InfrastructureError, SandboxStartError
 
 EXIT_DONE, EXIT_AGAIN = 0, 75
+SAVE_S = 100.0  # from SIGTERM until the run has ended, saved as far as that went; launchers wait longer before they kill
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG, errno.EIO)
 mean = Mean.of
 
@@ -93,13 +96,16 @@ class Run(Course):
 
     parts: Parts
 
-    def __init__(self, config: ConfigDict, workdir: Path, parts: Parts, progress: Progress):
+    def __init__(self, config: ConfigDict, workdir: Path, parts: Parts, progress: Progress, watchdog: Watchdog | None = None):
         super().__init__(config, workdir, parts, parts.hosts)
+        self.watchdog = watchdog or watchdog_of(workdir, parts.hosts)
+        self.watchdog.declared |= budgets(config, mixed=parts.algorithm.select == "mixed")
+        self.watchdog.place, self.watchdog.episodes = lambda: f"step {self.step + 1}", parts.rollouts.open
         self.progress = progress
         self.metrics = Metrics(workdir / "metrics.jsonl", writes=self.hosts.first)
         echoed = MetricsOptions(**config.metrics) if self.hosts.first else MetricsOptions()
         self.echoes = Echoes(echoed, workdir, configs.leaves(config), progress.say)
-        self.clock = Clock()
+        self.clock: Clock = Watched(self.watchdog)
         self.timeline = Timeline(self.clock) if echoed.hear_spans else None
         if self.timeline:
             parts.engines.note_calls()
@@ -119,6 +125,7 @@ class Run(Course):
     def stop(self) -> None:
         """SIGTERM came."""
         self.stopping, self._told_s = True, self._told_s or time.monotonic()
+        self.watchdog.hurry(SAVE_S, "SIGTERM")
 
     def save(self) -> None:
         learner, critic = self.parts.learner, self.parts.critic
@@ -141,6 +148,11 @@ class Run(Course):
         """The step as the line of progress says it, which begins anew after the warm-up."""
         warmup, steps = self.config.warmup.steps, self.config.train.steps
         return f"warm-up {self.step}/{warmup}" if self.step <= warmup else f"step {self.step - warmup}/{steps}"
+
+    def saved(self) -> None:
+        """Waits until what was saved is on disk."""
+        with self.watchdog.within("save"):
+            self.checkpoints.wait()
 
     def told_saved(self) -> None:
         after = f" (saved {time.monotonic() - self._told_s:.1f} s after SIGTERM)" if self._told_s else ""  # another host's
@@ -192,7 +204,7 @@ class Run(Course):
         if self.step % self.config.checkpoint.every == 0 or self.stopping or fatal:
             self.save()
         if self.stopping or fatal:
-            self.checkpoints.wait()
+            self.saved()
         if fatal:
             raise Alarmed(f"stopped by the alarm {fatal[0]} (alarms.stop): at {self.place} {alarms[fatal[0]]}")
         if self.stopping:
@@ -218,17 +230,18 @@ def main(config: ConfigDict, workdir: str | Path, progress: Progress | None = No
     join()
     use_devices(config)
     hosts = here()
-    progress = progress or Progress(hosts.voice)
-    with hosts.ending_together((*FAULTS, ValueError)):
+    progress, watchdog = progress or Progress(hosts.voice), watchdog_of(workdir, hosts)
+    with hosts.ending_together((*FAULTS, ValueError)), watchdog.within("start"):
         hosts.check(workdir, config.to_json(sort_keys=True), jax.local_device_count())
         parts = build(config, workdir / hosts.own("sandbox.log"))
         if hosts.first:
             configs.save(config, workdir / "config.json")  # only now: a config that cannot run leaves its workdir to another
         try:
-            return story(Run(config, workdir, parts, progress), tell, resume, warm_up, train, finish)
+            return story(Run(config, workdir, parts, progress, watchdog), tell, resume, warm_up, train, finish)
         finally:
-            progress.stop()
-            parts.close()
+            with watchdog.within("close"):
+                progress.stop()
+                parts.close()
 
 
 def story(run: Run, *chapters: Callable[[Run], None]) -> int:
@@ -236,39 +249,55 @@ def story(run: Run, *chapters: Callable[[Run], None]) -> int:
 
     One process alone hears it within `rollout.STOP_POLL_S` while episodes are waited for: the groups of a step, their
     continuations, a search, an evaluation. While it computes, it hears it at the end of that: of a step of the warm-up, of a
-    step's gradient, of what is compiled at the start. Of several hosts those that are told stop an evaluation so too, and the
-    others come along when their share of it is over; rollouts of a step are played to their end. After the last evaluation
-    nobody hears it.
+    step's gradient, of what is compiled at the start. Of several hosts those that are told give up their episodes so too, and
+    the others come along when theirs are over. After the last evaluation nobody hears it. What is not saved within `SAVE_S` is
+    not waited for: the process ends all the same, to be started again from the checkpoint before and the journal.
     """
     previous = signal.getsignal(signal.SIGTERM)
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, lambda *_: run.stop())
     try:
-        try:
-            for chapter in chapters:
-                chapter(run)
-            return EXIT_DONE
-        except (Preempted, Stopped):
-            run.checkpoints.wait()
-            if run.checkpoints.latest() != run.step:  # what this step has sampled is in the journal
-                run.save()
-                run.checkpoints.wait()
-            run.told_saved()
-            return EXIT_AGAIN
+        with run.watchdog.within("between"):  # what stands between the parts of a step
+            try:
+                for chapter in chapters:
+                    chapter(run)
+                return EXIT_DONE
+            except (Preempted, Stopped):
+                run.saved()
+                if run.checkpoints.latest() != run.step:  # what this step has sampled is in the journal
+                    run.save()
+                    run.saved()
+                run.told_saved()
+                return EXIT_AGAIN
     except OSError as error:
         if error.errno not in UNWRITABLE:
             raise
         raise run.unwritable(error) from error
     finally:
-        run.checkpoints.close()
-        run.journal.close()
-        run.metrics.close()
-        run.echoes.close()
+        with run.watchdog.within("close"):
+            run.checkpoints.close()
+            run.journal.close()
+            run.metrics.close()
+            run.echoes.close()
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, previous)
 
 
 # ====================================================================== a place to work, and a place to go on from
+
+
+def watchdog_of(workdir: Path, hosts: Hosts) -> Watchdog:
+    """Who ends this process when a phase does not; of several hosts the first one, whom launchers ask how it ended, last."""
+    delay_s = 0.0 if hosts.count == 1 else 10.0 if hosts.first else 5.0
+    return Watchdog(workdir / hosts.own("overrun.log"), {"close": 0.0}, delay_s=delay_s)
+
+
+def budgets(config: ConfigDict, *, mixed: bool) -> dict[str, float]:
+    """Seconds that the parts of a step may take whose episodes have deadlines of their own."""
+    feed, rollouts, e = FeedOptions(**config.feed), RolloutOptions(**config.rollout), config.evaluate
+    waves = feed.rollouts if config.finetune.mode in SEARCHES else 1  # a search asks for one episode of a task after the other
+    evaluated = max(e.tasks, e.final_tasks) * e.rollouts + feed.most_at_once
+    return {"rollout": waves * feed.budget_s(rollouts, mixed=mixed), "eval": rollouts.budget_s(evaluated)}
 
 
 def process_of(config: ConfigDict, workdir: Path, parts: Learning) -> Process | None:
@@ -284,13 +313,15 @@ def prepare(config: ConfigDict, workdir: Path) -> None:
     if re.match(r"[a-z0-9]+:/", str(workdir)):
         raise ValueError(
             f"--workdir={workdir}: a directory is wanted, not the address of a store: metrics, trajectories and eval.json are "
-            "ordinary files, appended to and renamed, beside Orbax's checkpoints; mount a file system that all hosts see"
+            "ordinary files, appended to and renamed, beside Orbax's checkpoints; mount a file system that all hosts see, "
+            "such as NFS or Filestore, and name a directory there; a finished run may be copied to a bucket"
         )
     try:
         workdir.mkdir(parents=True, exist_ok=True)
         (workdir / "sandbox.log").touch()
     except OSError as error:
-        raise configs.ConfigError([f"--workdir={workdir} cannot be written: {error.strerror}"]) from None
+        fault = f"--workdir={workdir} cannot be written: {error.strerror} ({error.filename or workdir})"
+        raise configs.ConfigError([f"{fault}; make room there, or get the right to write, or name another directory"]) from None
     saved = workdir / "config.json"
     if saved.exists() and (changed := configs.differences(config, saved)):
         raise configs.ConfigError([f"{workdir} holds a run of another config: {change}" for change in changed])
@@ -317,7 +348,8 @@ def resume(run: Run) -> None:
     run.progress.say(f"compiled in {run.clock.parts['compile']:.1f} s")
     latest = run.checkpoints.latest()
     if latest is not None:
-        facts = restore(run, latest)
+        with run.watchdog.within("restore"):
+            facts = restore(run, latest)
         if run.parts.selves and facts["past"]:
             run.parts.selves.restore(run.checkpoints.trees(latest, run.parts.selves.like(facts["past"])))
         run.feed.restore(facts["feed"])
@@ -429,7 +461,7 @@ def train(run: Run) -> None:
                 version=step,
                 steps_left=c.train.steps - step - 1,
                 meanwhile=update,
-                stop=(lambda: run.stopping) if run.hosts.count == 1 else None,  # several agree on it after the step
+                stop=lambda: run.stopping,
             )
         values = run.hosts.combined(described(run, sampled) | group_metrics(groups, sampled) | run.feed.metrics())
         values |= run.hosts.waits()
@@ -641,7 +673,7 @@ def finish(run: Run) -> None:
     run.record("after", score(run, "after", "test", n))
     if c.evaluate.ablate:
         run.record("ablated", score(run, "ablated", "test", n, ablated=True))
-    run.checkpoints.wait()
+    run.saved()
     if not run.hosts.first:
         return
     page = report(run.workdir)

@@ -19,9 +19,9 @@ STORIES = ("jaxagent.train", "jaxagent.finetune")
 
 # Every module of jaxagent, from the ground up: an import goes to a lower floor, or stays on its own without a circle.
 FLOORS = (
-    "types metrics timeline echoes alarms progress config sharding hosts compiled heap algos",
+    "types metrics timeline echoes alarms progress watchdog config sharding hosts compiled heap algos",
     "rewards tools toolbox chat data view notebook badcases live models checkpoint objective journal lengths",
-    "credit selection envs stem engine learner critic door selves process",
+    "credit selection envs hold stem engine learner critic door selves process",
     "agent",
     "rollout serve endpoint",
     "feed search programs",
@@ -39,6 +39,7 @@ HOST = {
     "envs",
     "agent",
     "stem",
+    "hold",
     "rollout",
     "endpoint",
     "search",
@@ -55,6 +56,7 @@ HOST = {
     "live",
     "metrics",
     "timeline",
+    "watchdog",
     "echoes",
     "config",
 }

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import resource
 import signal
 import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +36,17 @@ def checkpoints(tmp_path: Path) -> Iterator[Checkpoints]:
     made = Checkpoints(tmp_path / "checkpoints", keep=2)
     yield made
     made.close()
+
+
+@contextmanager
+def files_of_at_most(size: int) -> Iterator[None]:
+    """No file of this process grows beyond so many bytes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def weights(mesh: DeviceMesh, seed: int = 0) -> Any:
@@ -129,6 +143,26 @@ def test_the_last_whole_step_is_read_from_the_disk_not_from_what_was_asked_for(
     checkpoints.wait()
     (tmp_path / "checkpoints" / "6.orbax-checkpoint-tmp").mkdir()
     assert checkpoints.whole() == 3
+
+
+def test_a_disk_that_takes_no_more_is_told_as_the_fault_that_it_is_and_what_was_saved_stays(
+    checkpoints: Checkpoints, tmp_path: Path
+) -> None:
+    """The words of the library that writes say the number of the fault."""
+    checkpoints.save(1, {"params": {"x": jnp.arange(4.0)}}, {"step": 1})
+    checkpoints.wait()
+    big = {"params": {"x": jax.random.normal(jax.random.key(0), (1 << 18,))}}
+    with files_of_at_most(1 << 16), pytest.raises(OSError, match="File too large") as caught:
+        checkpoints.save(2, big, {"step": 2})
+        checkpoints.wait()
+    assert caught.value.errno == errno.EFBIG and caught.value.filename == str(tmp_path / "checkpoints")
+    assert checkpoints.whole() == 1
+    again = Checkpoints(tmp_path / "checkpoints", keep=2)
+    assert again.latest() == 1
+    again.save(2, big, {"step": 2})
+    again.wait()
+    assert_equal(again.trees(2, big), big)
+    again.close()
 
 
 def test_a_save_that_is_killed_leaves_the_one_before_loadable(tmp_path: Path) -> None:

@@ -1,23 +1,14 @@
-"""What a story judges before it trains: all hosts alike, by what all of them have played; and a save that cannot be written."""
+"""What a story judges before it trains: all hosts alike, by what all of them have played."""
 
 from __future__ import annotations
 
-import errno
-import os
-from pathlib import Path
 from typing import Any
 
-import pytest
 from test_hosts import on_each
 
-from jaxagent.checkpoint import Checkpoints
-from jaxagent.echoes import Echoes, MetricsOptions
 from jaxagent.hosts import Hosts
-from jaxagent.journal import Journal
-from jaxagent.metrics import Metrics
 from jaxagent.rewards.shaping import components
-from jaxagent.rollout import Stopped
-from jaxagent.train import Broken, Run, sound, story, want_states
+from jaxagent.train import Broken, sound, want_states
 from jaxagent.types import Sample, StopReason, Trajectory, Turn
 
 
@@ -72,25 +63,3 @@ def test_what_a_reward_is_made_of_is_the_mean_over_the_episodes_of_all_hosts() -
         return hosts.combined(components(rows[hosts.index]))
 
     assert on_each(2, combined) == [{"part_style": 0.375}] * 2
-
-
-class Full(Run):
-    """The files of a run on a disk that is full when it is to be saved."""
-
-    def __init__(self, workdir: Path):
-        self.workdir, self.step, self.stopping = workdir, 3, False
-        self.checkpoints = Checkpoints(workdir / "checkpoints", 1)
-        self.journal = Journal(workdir / "journal", redraw=False)
-        self.metrics = Metrics(workdir / "metrics.jsonl")
-        self.echoes = Echoes(MetricsOptions(), workdir, {}, print)
-
-    def save(self) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
-def test_a_save_on_sigterm_that_finds_the_disk_full_is_told_in_a_sentence(tmp_path: Path) -> None:
-    def stopped(run: Run) -> None:
-        raise Stopped
-
-    with pytest.raises(Broken, match=r"cannot be written at step 3: No space left on device; nothing was saved yet"):
-        story(Full(tmp_path), stopped)

@@ -6,7 +6,10 @@ import asyncio
 import io
 import os
 import re
+import resource
 import signal
+import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -26,16 +29,18 @@ from jaxagent import train
 from jaxagent.agent import Agent, Limits
 from jaxagent.alarms import Alarms
 from jaxagent.chat.plain import PlainTemplate
+from jaxagent.data.tasks import TaskStream
 from jaxagent.envs.env import Env, Step
 from jaxagent.envs.maze import Maze, MazeEpisode
 from jaxagent.evaluate import HeldOut, evaluate
+from jaxagent.feed import Feed, FeedOptions
 from jaxagent.finetune import copied
 from jaxagent.hosts import ALONE, Hosts
 from jaxagent.metrics import read
 from jaxagent.parts import Parts, build, use_devices
 from jaxagent.progress import Progress
 from jaxagent.rollout import RolloutOptions, Rollouts, Stopped
-from jaxagent.types import Message, SampleRequest
+from jaxagent.types import Message, SampleRequest, Sampling
 
 PLAIN = PlainTemplate()
 # Two steps of warm-up, then four, with an evaluation after the second, at which a checkpoint is due too. What hangs would be
@@ -69,6 +74,19 @@ class Hanging(MazeEpisode):
 
 
 Start = Callable[..., tuple[int, str]]
+Chapter = Callable[[train.Run], None]
+
+
+def told_in(phase: str) -> Chapter:
+    """From here on SIGTERM comes as soon as a step is in this phase."""
+
+    def tell(run: train.Run) -> None:
+        deadline = time.monotonic() + 300
+        while time.monotonic() < deadline and run.watchdog.phase != phase:
+            time.sleep(0.0002)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    return lambda run: threading.Thread(target=tell, args=(run,), daemon=True).start()
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +101,7 @@ def start(config: ConfigDict) -> Iterator[Start]:
     parts = build(config)
     initial = copied(parts.learner.weights())
 
-    def started(workdir: Path, split: str = "never", after: int = 0, alarms: Alarms | None = None) -> tuple[int, str]:
+    def started(workdir: Path, split: str = "never", after: int = 0, alarms: Alarms | None = None, *more: Chapter) -> Any:
         train.prepare(config, workdir)
         configs.save(config, workdir / "config.json")
         world, said = Preempted(**config.env.options), io.StringIO()
@@ -95,7 +113,7 @@ def start(config: ConfigDict) -> Iterator[Start]:
         run = train.Run(config, workdir, here, Progress(said))
         run.alarms = alarms or run.alarms
         try:
-            return train.story(run, train.resume, train.warm_up, train.train, train.finish), said.getvalue()
+            return train.story(run, train.resume, train.warm_up, *more, train.train, train.finish), said.getvalue()
         finally:
             rollouts.close()
 
@@ -137,6 +155,46 @@ def test_a_run_that_an_alarm_ends_at_a_step_that_it_owed_goes_on(start: Start, t
     assert [record["step"] for record in read(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
 
 
+def test_a_disk_that_takes_no_more_ends_the_run_with_a_sentence_and_the_same_command_goes_on(
+    start: Start, tmp_path: Path
+) -> None:
+    workdir = tmp_path / "run"
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def fill(run: train.Run) -> None:
+        run.saved()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1024, hard))  # of every file of this process
+
+    try:
+        with pytest.raises(
+            train.Broken, match=r"cannot be written at step 2: File too large; the checkpoint of step 2 is whole"
+        ):
+            start(workdir, "never", 0, None, fill)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    code, said = start(workdir)
+    assert code == train.EXIT_DONE and "resumed at step 2" in said
+    assert [record["step"] for record in read(workdir / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.learning
+def test_sigterm_in_any_part_of_a_step_ends_the_run_in_time_and_it_goes_on_as_if_it_had_not_been(
+    start: Start, tmp_path: Path
+) -> None:
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    assert start(whole)[0] == train.EXIT_DONE
+    for phase in ("rollout", "a tool call", "train", "publish", "checkpoint"):
+        tool = phase == "a tool call"
+        code, said = start(stopped, "train") if tool else start(stopped, "never", 0, None, told_in(phase))
+        assert code == train.EXIT_AGAIN, (phase, said)
+        took = re.search(r"the same command resumes \(saved (.*) s after SIGTERM\)", said)
+        assert took and float(took[1]) < train.SAVE_S, said
+    assert start(stopped)[0] == train.EXIT_DONE
+    assert steady_metrics(stopped) == steady_metrics(whole)
+    assert trajectories(stopped) == trajectories(whole)
+    jax.tree.map(np.testing.assert_array_equal, final_params(stopped, 6), final_params(whole, 6))
+
+
 # ---------------------------------------------------------------------- who is told, and who is not
 
 
@@ -161,3 +219,35 @@ def test_an_evaluation_is_given_up_by_all_hosts_where_one_is_to_stop() -> None:
 
     assert on_each(2, evaluated) == ["stopped", "stopped"]
     assert evaluated(ALONE) == "3 tasks"
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_a_step_is_given_up_by_all_hosts_where_one_is_to_stop_and_played_again_as_it_was(mixed: bool) -> None:
+    """The host that is told has episodes that never end; the other one's are over by themselves, and it comes along."""
+
+    def played(hosts: Hosts) -> list[list[str]]:
+        hangs = [hosts.index == 1]
+
+        def write(text: str, request: SampleRequest) -> Any:
+            return never() if hangs[0] else PLAIN.turn(Message("assistant", "0"))
+
+        world, options = Parity(), RolloutOptions(deadline_s=60.0)
+        rollouts = Rollouts(world, Agent(PLAIN, world.tools, ScriptedSampler(PLAIN, write), Limits()), lambda: None, 0, options)
+        shape = FeedOptions(prompts=4, rollouts=2, max_rounds=2, max_staleness=1)
+        feed = Feed(world, TaskStream(100, 3), rollouts, Sampling(max_tokens=20), shape, hosts if hosts.count > 1 else None)
+        before = feed.state()
+        try:
+            if hosts.count > 1:
+                with pytest.raises(Stopped):
+                    feed.take(mixed=mixed, steps_left=1, stop=lambda: hangs[0])
+                assert feed.state() == before
+            hangs[0] = False
+            sampled = feed.take(mixed=mixed, steps_left=1, version=7, stop=lambda: hangs[0])[1]
+            return [[group.key, *(str(row.tokens) for row in group.trajectories)] for group in sampled]
+        finally:
+            rollouts.close()
+
+    one, other = on_each(2, played)
+    whole = played(ALONE)
+    assert len(whole) == (8 if mixed else 4)
+    assert [max(pair, key=len) for pair in zip(one, other, strict=True)] == whole

@@ -125,9 +125,9 @@ def test_the_turns_end_in_every_way(wanted: dict[str, Turns]) -> None:
 def test_episodes_with_forks_are_bit_equal_to_slots_though_there_are_too_few_pages(
     pages: Engine, wanted: dict[str, Turns], seed: int, overlap: bool
 ) -> None:
-    pages.run(lambda: setattr(pages, "_pace", Pace(overlap)))
+    pages.run(lambda: setattr(pages, "pace", Pace(overlap)))
     assert run(play_all(pages, seed)) == wanted
-    pages.run(lambda: setattr(pages, "_pace", Pace(True)))
+    pages.run(lambda: setattr(pages, "pace", Pace(True)))
     stats = pages.take_stats()
     assert stats.offloaded > 0  # they did give way
     assert stats.turns == sum(len(turns) for turns in wanted.values())
