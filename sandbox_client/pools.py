@@ -60,6 +60,16 @@ class Pools:
         for pool in self.all:
             pool.on_death = tell
 
+    def give_way_to(self, busy: Callable[[], int]) -> None:
+        """Has the pools fork ahead of need only on the cores that `busy` leaves."""
+        for pool in self.all:
+            pool.busy = busy
+
+    def poke(self) -> None:
+        """Says that a program has ended."""
+        for pool in self.all:
+            pool.poke()
+
     def gauges(self) -> dict[str, float]:
         """Returns what /metrics says of the children."""
         return {

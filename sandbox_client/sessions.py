@@ -21,6 +21,7 @@ from .pools import Pools
 _KEPT_REPLIES, _KEPT_BYTES = 8, 1 << 20
 _KEPT_DROPPED = 64
 _OUTCOMES = frozenset(wire.Outcome)
+_YOUNG_S = 0.02  # most programs have ended by then, or will go on for long
 _START_S = 10.0  # for what is no program: building functions, moving a file
 
 Reply = dict[str, Any]
@@ -77,8 +78,18 @@ class Gate:
 
     def __init__(self, running: int, waiting: int) -> None:
         self._slots = asyncio.Semaphore(running)
-        self._room = waiting
-        self.inside = 0
+        self._room = self._most = waiting
+        self._begun: dict[object, float] = {}  # when each of those inside was let in
+        self.on_leave: Callable[[], None] = lambda: None
+
+    @property
+    def inside(self) -> int:
+        return len(self._begun)
+
+    def busy(self) -> int:
+        """Returns how many programs want a core: those that wait, and those that are young. An old one may well sleep."""
+        since = asyncio.get_running_loop().time() - _YOUNG_S
+        return self._most - self._room + sum(begun > since for begun in self._begun.values())
 
     @asynccontextmanager
     async def enter(self, deadline: float) -> AsyncIterator[None]:
@@ -98,12 +109,14 @@ class Gate:
             raise busy("the request's deadline had passed")
         else:
             await self._slots.acquire()
-        self.inside += 1
+        loop, mark = asyncio.get_running_loop(), object()
+        self._begun[mark] = loop.time()
         try:
             yield
         finally:
-            self.inside -= 1
+            del self._begun[mark]
             self._slots.release()
+            loop.call_soon(self.on_leave)  # after the answer is on its way
 
 
 def _checked(reply: Reply, *, ran: bool) -> Reply:
