@@ -82,7 +82,7 @@ def server_cpu_s(pid: int) -> float:
 
 
 def machine_cpu_s() -> float:
-    """Returns the CPU seconds that the whole machine has been busy: kernel workers, neighbours, and other guests of its host."""
+    """Returns the CPU seconds that the whole machine was busy: kernel workers, neighbours, other guests of its host."""
     user, nice, system, _, _, irq, soft, stolen = map(int, Path("/proc/stat").read_text().split()[1:9])
     return (user + nice + system + irq + soft + stolen) * TICK_S
 
@@ -138,9 +138,9 @@ def queued(rate_per_s: float, cpu_s: float, cores: int, calls: int = 200_000) ->
 async def paced(pid: int, rate_per_s: float, count: int, work: Callable[[int], Awaitable[float]]) -> dict[str, float]:
     """Makes `count` calls that come at random at `rate_per_s`, waiting for none. Returns their latencies and their CPU.
 
-    `work` returns the seconds that the program itself took; what comes on top is `added`. A latency begins when its call is due,
-    whether or not this process has come to it by then. `busy` is the share of the machine's cores that anything uses, `queue` what
-    a queue with that much work for each call, of client and server, would give.
+    `work` returns the seconds that the program itself took; what comes on top is `added`. A latency begins when its call is
+    due, whether or not this process has come to it by then. `busy` is the share of the machine's cores that anything uses,
+    `queue` what a queue with that much work for each call, of client and server, would give.
     """
     latencies: list[float] = []
     added: list[float] = []
@@ -500,7 +500,7 @@ def main() -> None:
     parser.add_argument("--scale", type=float, default=1.0, help="times the usual number of runs")
     parser.add_argument("--soak", type=int, default=0, help="make so many calls and count what they leave behind")
     parser.add_argument("--only", choices=("run_code",), help="only runs of their own, in a minute of CPU")
-    parser.add_argument("--warm", type=int, default=None, help="children that wait, if not as many as the server has by default")
+    parser.add_argument("--warm", type=int, default=None, help="children that wait, if not the server's usual number")
     parser.add_argument("--min-isolation", default="L2")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as place:

@@ -386,6 +386,16 @@ while time.monotonic() < end:
         os.unlink(f"swap/{name}-new")
     except OSError:
         pass
+    try:
+        os.link(f"swap/{name}", "hard")
+        try:
+            with open("hard") as file:
+                if file.read() != "mine":
+                    reached.add("a hard link to the secret")
+        finally:
+            os.unlink("hard")
+    except OSError:
+        pass
 done.set()
 swapper.join()
 for path in (P["secret"], "/etc/passwd", "/usr/bin/env", "/dev/null"):

@@ -111,9 +111,7 @@ async def choose(options: argparse.Namespace, functions: tuple[str, ...]) -> tup
             else None
         )
         most = min(options.warm, max(_WARM_IMPORTS, 4 * (os.cpu_count() or 1)))
-        pools = Pools(
-            pool, [make(pool.level, pool.limits, most, words.split(",")) for words in options.imports], graders
-        )
+        pools = Pools(pool, [make(pool.level, pool.limits, most, words.split(",")) for words in options.imports], graders)
         await _start_others(pools)
         return pools, Policy(pool.level, _missing(pool.level, root), True, None, None, functions, _languages(pool, homes))
     if options.min_isolation == "L4" and not unsupported:

@@ -15,7 +15,7 @@ from .languages import Language
 from .line import Child, ChildDied
 from .metrics import Metrics
 from .pools import Pools
-from .sessions import Gate, JailedSession, Refused, Reply, Spec, busy, execute, no_child
+from .sessions import Gate, JailedSession, Refused, Reply, Spec, busy, execute, killed, no_child
 
 _TIMEOUT_S = 10.0
 
@@ -83,7 +83,9 @@ class Fusion:
                         child, work, wire.RUN_OUTPUT_BYTES, self._memory, stdin.encode("utf-8", "surrogatepass")
                     )
                 fetched = {} if reply["session_lost"] else await self._fetch(child, head)
-            except ChildDied:
+            except ChildDied as death:
+                if death.cause == "killed":
+                    raise killed() from None
                 raise busy("the server is stopping") from None
             finally:
                 child.kill("closed")

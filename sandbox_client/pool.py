@@ -367,13 +367,13 @@ class Pool:
             self.on_death()
         self._reports += data
         while len(self._reports) >= frames.EXIT.size:
-            kind, number, status, oom = frames.EXIT.unpack_from(self._reports)
+            kind, number, status, known = frames.EXIT.unpack_from(self._reports)
             del self._reports[: frames.EXIT.size]
             if kind == frames.ADOPTED:
                 self._children[number].adopted.set_result(None)
                 continue
             child = self._children.pop(number)
-            child.finish(None if status == -1 else status, bool(oom))
+            child.finish(None if status == -1 else status, known == frames.OUT_OF_MEMORY, known == frames.FROM_OUTSIDE)
             if child in self._warm:
                 self._warm.remove(child)
 

@@ -17,7 +17,8 @@ from typing import Any
 import aiohttp
 import pytest
 from conftest import Start, ask
-from launching import IS_ROOT, Running, command, descendants, environment, processes_with, refused, serving
+from launching import IS_ROOT, Running, command, descendants, environment, refused, serving
+from marked import processes_with
 
 from sandbox_client import CodeRefused, Outcome, SandboxClient, wire
 from sandbox_client.groups import Limits
