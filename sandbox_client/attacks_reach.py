@@ -375,8 +375,9 @@ def swap():
             os.rename("next", "swap")
 swapper = threading.Thread(target=swap)
 swapper.start()
-end = time.monotonic() + 0.2
-while time.monotonic() < end:
+end, rounds = time.monotonic() + 0.2, 0
+while time.monotonic() < end or rounds < 300:
+    rounds += 1
     try:
         with open(f"swap/{name}") as file:
             if file.read() != "mine":
