@@ -34,7 +34,7 @@ class Grader:
 
     async def grade(self, session: JailedSession, head: Reply, deadline: float) -> Reply:
         """Returns the reply with `reward`, None where the grader gave none. Raises Refused, ValueError."""
-        code, timeout_s = wire.take(head, "code", str), wanted_timeout(head)
+        code, timeout_s = wire.take(head, "code", str), wanted_timeout(head, self._gate.longest_s)
         tests = {_inside(path): content for path, content in decoded_files(head.get("files")).items()}
         wanted = [_inside(path) for path in wire.take({"collect": [], **head}, "collect", list)]
         async with self._gate.enter(deadline):

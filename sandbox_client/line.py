@@ -46,6 +46,7 @@ class Child:
         self._cause = "exit"
         self._gone = False
         self._end: tuple[int | None, bool] = (None, False)
+        self.ordered: float | None = None  # when its end was
         self.deadline: float | None = None  # of the operation under way, on the loop's clock
         self.out, self.err = Output(self._loop, out), Output(self._loop, err)
         self.ended: asyncio.Future[None] = self._loop.create_future()
@@ -128,6 +129,7 @@ class Child:
         if not self._gone:
             self._gone = True
             self._cause = cause
+            self.ordered = self._loop.time()
             self._loop.remove_reader(self._line.fileno())
             if self._outgoing:
                 self._loop.remove_writer(self._line.fileno())

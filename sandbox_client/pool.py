@@ -105,8 +105,9 @@ class Pool:
         self._orders: deque[tuple[bytes, tuple[int, ...]]] = deque()
         self._reports = bytearray()
         self._closed = self.dead = self._begun = False
-        self.forks = self.takes = self.cold_takes = 0
+        self.forks = self.takes = self.cold_takes = self.killed = 0
         self.on_death: Callable[[], None] = lambda: None
+        self.on_end: Callable[[float], None] = lambda _: None
         self.busy: Callable[[], int] = lambda: 0  # how many cores are wanted by programs, of this pool's and others' children
 
     async def start(self) -> dict[str, Any]:
@@ -373,6 +374,9 @@ class Pool:
                 self._children[number].adopted.set_result(None)
                 continue
             child = self._children.pop(number)
+            self.killed += known == frames.FROM_OUTSIDE
+            if child.ordered is not None:
+                self.on_end(self.loop.time() - child.ordered)
             child.finish(None if status == -1 else status, known == frames.OUT_OF_MEMORY, known == frames.FROM_OUTSIDE)
             if child in self._warm:
                 self._warm.remove(child)

@@ -74,6 +74,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--memory-mb", type=int, default=limits.memory_bytes >> 20, help="of a process; at L3 of a whole session")
     add("--disk-mb", type=int, default=limits.disk_bytes >> 20, help="of a session's files, which are held in memory")
     add("--processes", type=int, default=limits.processes, help="of a session, threads included")
+    add("--max-timeout-s", type=float, default=wire.MAX_TIMEOUT_S, help="the longest that a request may ask for")
     add("--session-idle-s", type=float, default=600.0)
     add("--session-life-s", type=float, default=3600.0)
     add("--parent", type=int, default=0, help=argparse.SUPPRESS)  # an embedding process: end with it
@@ -223,7 +224,7 @@ async def _serve(options: argparse.Namespace) -> int:
                 for name in functions:
                     _import(name)
             table = Sessions(pools, functions, options.max_sessions, options.session_idle_s, options.session_life_s)
-            gate = Gate(options.concurrency, options.queue)
+            gate = Gate(options.concurrency, options.queue, options.max_timeout_s)
             if pools:
                 pools.give_way_to(gate.busy)
                 gate.on_leave = pools.poke

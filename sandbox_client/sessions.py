@@ -75,9 +75,10 @@ def no_child(death: ChildDied) -> Refused:
 
 
 class Gate:
-    """At most `running` programs at once, at most `waiting` behind them."""
+    """At most `running` programs at once, at most `waiting` behind them, each for at most `longest_s`."""
 
-    def __init__(self, running: int, waiting: int) -> None:
+    def __init__(self, running: int, waiting: int, longest_s: float = wire.MAX_TIMEOUT_S) -> None:
+        self.longest_s = longest_s
         self._slots = asyncio.Semaphore(running)
         self._room = self._most = waiting
         self._begun: dict[object, float] = {}  # when each of those inside was let in
