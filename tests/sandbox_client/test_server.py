@@ -85,7 +85,7 @@ def test_the_quotas_are_those_that_were_promised() -> None:
 def test_an_operator_bounds_what_callers_may_ask_for_and_a_run_s_cpu_follows_its_time(place: Path) -> None:
     with serving(place, "--code=auto", "--max-timeout-s=3", "--warm=2", user="root" if IS_ROOT else "ordinary") as running:
         if not running.ready["code"]:
-            pytest.skip("no jail here")
+            pytest.skip(f"no jail here: {running.ready['reason']}")
 
         async def use(client: SandboxClient) -> None:
             with pytest.raises(RequestRefused, match="at most 3 "):
@@ -244,7 +244,7 @@ def test_sigkill_of_the_server_takes_every_program_with_it(place: Path) -> None:
     user = "root" if IS_ROOT else "ordinary"
     with serving(place, "--code=auto", user=user) as running:
         if not running.ready["code"]:
-            pytest.skip("no jail here")
+            pytest.skip(f"no jail here: {running.ready['reason']}")
         mark = f"{time.monotonic_ns() % 10**9 + 10**6}.75"
 
         async def start_one(client: SandboxClient) -> None:
@@ -265,7 +265,7 @@ def test_sigkill_of_the_server_takes_every_program_with_it(place: Path) -> None:
 def test_a_server_that_has_lost_its_zygote_ends_and_says_so(place: Path) -> None:
     with serving(place, "--code=auto", user="root" if IS_ROOT else "ordinary", code=3) as running:
         if not running.ready["code"]:
-            pytest.skip("no jail here")
+            pytest.skip(f"no jail here: {running.ready['reason']}")
         family = descendants(running.ready["pid"])
         zygote = next(pid for pid in family[1:] if len(descendants(pid)) > 4)
         for child in descendants(zygote):
