@@ -348,7 +348,7 @@ class Pool:
             waiter.set_exception(failure) if failure else waiter.set_result(child)
         elif not failure:
             self._warm.append(child)
-        if not failure:  # of one that cannot be started, others would be no better
+        if self._waiting or not failure:  # of one that cannot be started, others would be no better: but who waits is told
             self._refill()
 
     def _reported(self) -> None:

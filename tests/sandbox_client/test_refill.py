@@ -2,9 +2,12 @@
 
 import asyncio
 import os
+import tempfile
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 
 from sandbox_client.groups import Limits
+from sandbox_client.line import ChildDied
 from sandbox_client.pool import Pool
 from sandbox_client.sessions import Gate
 
@@ -59,6 +62,18 @@ def test_for_callers_who_wait_as_many_forks_begin_at_once_as_there_are_cores() -
         assert pool.forks == CORES
         children = await asyncio.gather(*callers)
         assert len({child.number for child in children}) == len(children) == pool.forks == pool.cold_takes
+
+    _with_pool(0, work)
+
+
+def test_where_nothing_can_be_forked_everybody_who_waits_is_told() -> None:
+    async def work(pool: Pool) -> None:
+        home = Path(tempfile.gettempdir(), f"sandbox-{pool.process_ids()[0]}")
+        home.rmdir()
+        home.write_text("no directory of a child can be made here")
+        async with asyncio.timeout(20):
+            ends = await asyncio.gather(*(pool.take() for _ in range(3 * CORES)), return_exceptions=True)
+        assert {type(end) for end in ends} == {ChildDied}
 
     _with_pool(0, work)
 
