@@ -82,9 +82,9 @@ def server_cpu_s(pid: int) -> float:
 
 
 def machine_cpu_s() -> float:
-    """Returns the CPU seconds that the whole machine has been busy: kernel workers and neighbours too."""
-    user, nice, system, _, _, irq, soft = map(int, Path("/proc/stat").read_text().split()[1:8])
-    return (user + nice + system + irq + soft) * TICK_S
+    """Returns the CPU seconds that the whole machine was busy: kernel workers, neighbours, other guests of its host."""
+    user, nice, system, _, _, irq, soft, stolen = map(int, Path("/proc/stat").read_text().split()[1:9])
+    return (user + nice + system + irq + soft + stolen) * TICK_S
 
 
 def quantiles(latencies: list[float]) -> dict[str, float]:
@@ -138,31 +138,31 @@ def queued(rate_per_s: float, cpu_s: float, cores: int, calls: int = 200_000) ->
 async def paced(pid: int, rate_per_s: float, count: int, work: Callable[[int], Awaitable[float]]) -> dict[str, float]:
     """Makes `count` calls that come at random at `rate_per_s`, waiting for none. Returns their latencies and their CPU.
 
-    `work` returns the seconds that the program itself took; what comes on top is `added`. `busy` is the share of the machine's
-    cores that client and server use, `queue` what a queue with that much work for each call would give.
+    `work` returns the seconds that the program itself took; what comes on top is `added`. A latency begins when its call is
+    due, whether or not this process has come to it by then. `busy` is the share of the machine's cores that anything uses,
+    `queue` what a queue with that much work for each call, of client and server, would give.
     """
     latencies: list[float] = []
     added: list[float] = []
 
-    async def one(number: int) -> None:
-        start = time.perf_counter()
+    async def one(number: int, due: float) -> None:
         own_s = await work(number)
-        latencies.append(time.perf_counter() - start)
+        latencies.append(time.perf_counter() - due)
         added.append(latencies[-1] - own_s)
 
     dice, tasks, cores = random.Random(0), [], os.cpu_count() or 1
-    used, start = server_cpu_s(pid) + time.process_time(), time.perf_counter()
+    used, machine, start = server_cpu_s(pid) + time.process_time(), machine_cpu_s(), time.perf_counter()
     due = start
     for number in range(count):
         due += dice.expovariate(rate_per_s)
         await asyncio.sleep(max(0.0, due - time.perf_counter()))
-        tasks.append(asyncio.create_task(one(number)))
+        tasks.append(asyncio.create_task(one(number, due)))
     await asyncio.gather(*tasks)
-    wall_s = time.perf_counter() - start
+    machine, wall_s = machine_cpu_s() - machine, time.perf_counter() - start
     await asyncio.sleep(0.2)  # what is being torn down is counted too
     cpu_s = (server_cpu_s(pid) + time.process_time() - used) / count
     more = {f"added_{name}": value for name, value in quantiles(added).items()}
-    more |= {"cpu_ms": round(cpu_s * 1e3, 3), "busy": round(cpu_s * count / wall_s / cores, 3)}
+    more |= {"cpu_ms": round(cpu_s * 1e3, 3), "busy": round(machine / wall_s / cores, 3)}
     if cpu_s * rate_per_s < cores:
         more |= queued(rate_per_s, cpu_s, cores)
     return {"offered_per_s": round(rate_per_s, 1), **quantiles(latencies), **more}
@@ -265,6 +265,14 @@ async def ask(http: aiohttp.ClientSession, server: EmbeddedServer, path: str, bo
         return words
 
 
+async def counted(server: EmbeddedServer) -> dict[str, float]:
+    """Returns what the server says in /metrics, by name without `sandbox_`, labels included."""
+    async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {server.token}"}) as http:
+        text = await (await http.get(f"{server.url}/metrics")).text()
+    rows = (line.removeprefix("sandbox_").rpartition(" ") for line in text.splitlines())
+    return {name: float(value) for name, _, value in rows}
+
+
 async def branches(server: EmbeddedServer, scale: float) -> dict[str, Any]:
     """Returns the milliseconds per session branched off a live one, one and 16 at a time."""
     async with aiohttp.ClientSession() as http:
@@ -314,6 +322,38 @@ def idle_memory(pid: int) -> dict[str, float]:
     return {"children": len(shares), "pss_mb": mean(shares), "charged_mb": mean(charged)}
 
 
+async def runs(server: EmbeddedServer, client: SandboxClient, scale: float) -> dict[str, Any]:
+    """Returns runs of their own: as many as can be made, one at a time, and such as come at their own pace."""
+    pid = json.loads(server.ready_line)["pid"]
+
+    async def run_code(number: int) -> None:
+        await client.run_code(f"print({number})")
+
+    async def timed(number: int) -> float:
+        return (await client.run_code(f"print({number})")).elapsed_s
+
+    async def nothing(_: int) -> float:
+        await client.ready()
+        return 0.0
+
+    await measure(pid, int(100 * scale), 16, run_code)
+    turns = [await measure(pid, int(1_000 * scale), 16, run_code) for _ in range(3)]
+    results = {"run_code_16": sorted(turns, key=lambda row: row["per_s"])[1]}
+    results["run_code_1"] = await measure(pid, int(500 * scale), 1, run_code)
+    most = results["run_code_16"]["per_s"]
+    for name, share in (("at half load", 0.5), ("at 80 % load", 0.8)):
+        # beside it the same requests with no program: what HTTP and the machine's neighbours cost by themselves
+        results[f"nothing {name}"] = await paced(pid, most * share, int(1_000 * scale), nothing)
+        before = await counted(server)
+        row = await paced(pid, most * share, int(3_000 * scale), timed)
+        spent = {key: value - before.get(key, 0.0) for key, value in (await counted(server)).items()}
+        row["cold_share"] = round(spent["cold_takes_total"] / max(1.0, spent["takes_total"]), 3)
+        for part in ("queue", "set_up", "run_code"):
+            row[f"{part}_ms"] = round(spent[f'seconds_sum{{operation="{part}"}}'] / spent["takes_total"] * 1e3, 3)
+        results[f"run_code {name}"] = row
+    return results
+
+
 async def load(server: EmbeddedServer, scale: float) -> dict[str, Any]:
     """Returns every measurement that the server's level allows."""
     pid = json.loads(server.ready_line)["pid"]
@@ -333,9 +373,6 @@ async def load(server: EmbeddedServer, scale: float) -> dict[str, Any]:
                 await session.call("look_up", {"key": str(turn)})
             await session.close()
 
-        async def run_code(number: int) -> None:
-            await client.run_code(f"print({number})")
-
         async def execute(number: int) -> None:
             await sessions[number % 32].exec(f"print({number})")
 
@@ -347,25 +384,16 @@ async def load(server: EmbeddedServer, scale: float) -> dict[str, Any]:
         results["episode_of_4_calls_32"] = await measure(pid, int(1_500 * scale), 32, episode)
         if (await client.ready()).code:
             results["exec_in_session_32"] = await measure(pid, int(5_000 * scale), 32, execute)
-            results["run_code_16"] = await measure(pid, int(1_500 * scale), 16, run_code)
-            results["run_code_1"] = await measure(pid, int(500 * scale), 1, run_code)
-            most = results["run_code_16"]["per_s"]
-
-            async def timed(number: int) -> float:
-                return (await client.run_code(f"print({number})")).elapsed_s
-
-            async def nothing(_: int) -> float:
-                await client.ready()
-                return 0.0
-
-            for name, share in (("at half load", 0.5), ("at 80 % load", 0.8)):
-                # beside it the same requests with no program: what HTTP and the machine's neighbours cost by themselves
-                results[f"nothing {name}"] = await paced(pid, most * share, int(1_000 * scale), nothing)
-                results[f"run_code {name}"] = await paced(pid, most * share, int(3_000 * scale), timed)
+            results |= await runs(server, client, scale)
             results |= await compare(pid, client, scale)
             results |= await branches(server, scale)
             results |= await through_pool(server.level, scale)
     return results
+
+
+async def only_runs(server: EmbeddedServer, scale: float) -> dict[str, Any]:
+    async with SandboxClient(server.url, server.token) as client:
+        return await runs(server, client, scale)
 
 
 def judged(results: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -397,11 +425,6 @@ def belongings(pid: int) -> dict[str, int]:
     return held
 
 
-async def server_metrics(server: EmbeddedServer) -> str:
-    async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {server.token}"}) as http:
-        return await (await http.get(f"{server.url}/metrics")).text()
-
-
 async def soak(server: EmbeddedServer, calls: int) -> dict[str, Any]:
     """Makes `calls` calls of every kind, a thousand sessions open at once among them. Returns what is held around them."""
     pid = json.loads(server.ready_line)["pid"]
@@ -414,10 +437,8 @@ async def soak(server: EmbeddedServer, calls: int) -> dict[str, Any]:
             last: dict[str, int] = {}
             for _ in range(100):
                 now = belongings(pid)
-                for line in (await server_metrics(server)).splitlines():  # what only the server can count
-                    name, _, value = line.partition(" ")
-                    if name in ("sandbox_tasks", "sandbox_sessions", "sandbox_children_ordered_dead"):
-                        now[name.removeprefix("sandbox_")] = int(float(value))
+                said = await counted(server)  # what only the server can count
+                now |= {name: int(said[name]) for name in ("tasks", "sessions", "children_ordered_dead") if name in said}
                 if now == last:
                     return now
                 last = now
@@ -478,20 +499,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--scale", type=float, default=1.0, help="times the usual number of runs")
     parser.add_argument("--soak", type=int, default=0, help="make so many calls and count what they leave behind")
+    parser.add_argument("--only", choices=("run_code",), help="only runs of their own, in a minute of CPU")
+    parser.add_argument("--warm", type=int, default=None, help="children that wait, if not the server's usual number")
     parser.add_argument("--min-isolation", default="L2")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as place:
         Path(place, "functions.py").write_text(FUNCTIONS)
         sys.path.insert(0, place)
         load_before = os.getloadavg()[0]
-        flags = ("--max-sessions=1100", "--queue=4000") if options.soak else ("--imports=numpy", "--queue=1000")
+        flags = ["--max-sessions=1100", "--queue=4000"] if options.soak else ["--imports=numpy", "--queue=1000"]
+        flags += [f"--warm={options.warm}"] if options.warm else []
         start = time.perf_counter()
         server = EmbeddedServer(functions=("functions",), min_isolation=options.min_isolation, options=flags)
         with server:
             started_s = time.perf_counter() - start
             pid = json.loads(server.ready_line)["pid"]
             start_cpu_s = server_cpu_s(pid)
-            results = asyncio.run(soak(server, options.soak) if options.soak else load(server, options.scale))
+            work = only_runs if options.only else load
+            results = asyncio.run(soak(server, options.soak) if options.soak else work(server, options.scale))
             stop = time.perf_counter()
         report = {
             "level": server.level,

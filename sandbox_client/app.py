@@ -132,6 +132,8 @@ class App:
         self._policy, self._pools, self._sessions, self._gate = policy, pools, table, gate
         self._runs = Runs()
         self._metrics = Metrics()
+        if pools:
+            pools.on_end(lambda elapsed_s: self._metrics.time("kill", elapsed_s))
         self._grader = Grader(pools.graders, gate, self._metrics) if pools and pools.graders else None
         self._fusion = Fusion(pools, gate, policy.languages, self._metrics) if pools else None
         self._born = time.monotonic()
@@ -221,7 +223,7 @@ class App:
         if action == ("POST", "call", 5):
             body = await request.body()
             head = wire.decode(body)
-            timeout_s = wanted_timeout(head)
+            timeout_s = wanted_timeout(head, self._gate.longest_s)
             wire.take(head, "name", str)
             wire.take(head, "arguments", dict)
             session = self._sessions.find(parts[3])
@@ -284,7 +286,7 @@ class App:
         self._want_code()
         if self._grader is None or not isinstance(session, JailedSession):
             raise Refused(422, "no_graders", "wanted isolation L2 or better, to grade where no program has been")
-        grader, jailed, deadline = self._grader, session, request.until(wanted_timeout(head))
+        grader, jailed, deadline = self._grader, session, request.until(wanted_timeout(head, self._gate.longest_s))
 
         async def operation() -> Reply:
             return {**await grader.grade(jailed, head, deadline), "level": self._policy.level}
@@ -320,7 +322,7 @@ class App:
         return language
 
     async def _exec(self, session: Session, head: Reply, request: _Request) -> bytes:
-        timeout_s = wanted_timeout(head)
+        timeout_s = wanted_timeout(head, self._gate.longest_s)
         work: Reply = {"code": wire.take(head, "code", str), "language": self._session_language(head), "timeout_s": timeout_s}
         limit = head.get("max_output_bytes", wire.EXEC_OUTPUT_BYTES)
         if type(limit) is not int or not 0 <= limit <= wire.RUN_OUTPUT_BYTES:

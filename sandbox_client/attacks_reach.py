@@ -375,8 +375,9 @@ def swap():
             os.rename("next", "swap")
 swapper = threading.Thread(target=swap)
 swapper.start()
-end = time.monotonic() + 0.2
-while time.monotonic() < end:
+end, rounds = time.monotonic() + 0.2, 0
+while time.monotonic() < end or rounds < 300:
+    rounds += 1
     try:
         with open(f"swap/{name}") as file:
             if file.read() != "mine":
@@ -384,6 +385,16 @@ while time.monotonic() < end:
         with open(f"swap/{name}-new", "x") as file:
             pass
         os.unlink(f"swap/{name}-new")
+    except OSError:
+        pass
+    try:
+        os.link(f"swap/{name}", "hard")
+        try:
+            with open("hard") as file:
+                if file.read() != "mine":
+                    reached.add("a hard link to the secret")
+        finally:
+            os.unlink("hard")
     except OSError:
         pass
 done.set()

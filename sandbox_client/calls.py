@@ -119,9 +119,9 @@ class Call:
             kind = Unknown  # an earlier attempt may have arrived
         return kind(f"{self.what}: {text}", self.attempts, self.sent)
 
-    def lost(self, text: str, by_program: bool = False) -> SessionLost:
-        """Returns the error of a call whose session is gone."""
-        return SessionLost(f"{self.what}: {text}", self.attempts, self.sent, by_program)
+    def lost(self, text: str, by_program: bool = False, began: bool = False) -> SessionLost:
+        """Returns the error of a call whose session is gone; `began`: while this call was carried out."""
+        return SessionLost(f"{self.what}: {text}", self.attempts, self.sent or began, by_program)
 
     def again(self, error: InfrastructureError) -> None:
         """Takes over an attempt that the adapter made by itself, over a socket."""
@@ -493,7 +493,7 @@ def judge(call: Call, reply: Reply) -> Again | None:
     if status == 409 and code in ("None", "busy", "session_busy"):
         return Again(Overloaded, text, _BUSY_S * random.uniform(0.5, 1.5), times=_BUSY_TIMES)
     if status == 410 or (status == 404 and code in ("None", "sandbox_not_found")):
-        raise call.lost(text, error.get("caused_by_program") is True)
+        raise call.lost(text, error.get("caused_by_program") is True, error.get("began") is True)
     remedy = error.get("remedy")
     refusal = CodeRefused if code == "code_refused" else RequestRefused
     raise refusal(code, text, remedy if isinstance(remedy, str) else None)

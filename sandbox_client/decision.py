@@ -22,6 +22,7 @@ if sys.platform == "linux":
     from . import jail
 
 _FUNCTIONS_ONLY = ("any isolation: so programs are refused, and fixed functions run in the server",)
+_WARM_IMPORTS = 32  # their children are dearer, and fewer programs want them
 
 
 class StartError(Exception):
@@ -109,9 +110,8 @@ async def choose(options: argparse.Namespace, functions: tuple[str, ...]) -> tup
             if options.graders and pool.level > "L1"
             else None
         )
-        pools = Pools(
-            pool, [make(pool.level, pool.limits, options.warm, words.split(",")) for words in options.imports], graders
-        )
+        most = min(options.warm, max(_WARM_IMPORTS, 4 * (os.cpu_count() or 1)))
+        pools = Pools(pool, [make(pool.level, pool.limits, most, words.split(",")) for words in options.imports], graders)
         await _start_others(pools)
         return pools, Policy(pool.level, _missing(pool.level, root), True, None, None, functions, _languages(pool, homes))
     if options.min_isolation == "L4" and not unsupported:

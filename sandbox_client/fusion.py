@@ -15,16 +15,16 @@ from .languages import Language
 from .line import Child, ChildDied
 from .metrics import Metrics
 from .pools import Pools
-from .sessions import Gate, JailedSession, Refused, Reply, Spec, busy, execute, no_child
+from .sessions import Gate, JailedSession, Refused, Reply, Spec, busy, execute, killed, no_child
 
 _TIMEOUT_S = 10.0
 
 
-def wanted_timeout(head: Reply, key: str = "timeout_s") -> float:
+def wanted_timeout(head: Reply, most_s: float, key: str = "timeout_s") -> float:
     """Returns the time limit that a request names. Raises ValueError for one that is not to be had."""
     value: float = wire.take(head, key, float, int)
-    if not 0 < value <= wire.MAX_TIMEOUT_S:
-        raise ValueError(f"wanted {key!r} above 0 and at most {wire.MAX_TIMEOUT_S:g}, got {value}")
+    if not 0 < value <= most_s:
+        raise ValueError(f"wanted {key!r} above 0 and at most {most_s:g} (the server's --max-timeout-s), got {value}")
     return value
 
 
@@ -45,7 +45,7 @@ class Fusion:
     async def run_code(self, head: Reply, deadline: float | None) -> bytes:
         """Returns the reply. `deadline`: when it is too late to start, on the loop's clock. Raises Refused, ValueError."""
         loop = asyncio.get_running_loop()
-        timeout_s = wanted_timeout({"run_timeout": _TIMEOUT_S, **head}, "run_timeout")
+        timeout_s = self._timeout(head, "run_timeout")
         name = wire.take(head, "language", str)
         language = self._languages.get(name)
         if language is None and name != "python":
@@ -83,14 +83,21 @@ class Fusion:
                         child, work, wire.RUN_OUTPUT_BYTES, self._memory, stdin.encode("utf-8", "surrogatepass")
                     )
                 fetched = {} if reply["session_lost"] else await self._fetch(child, head)
-            except ChildDied:
+            except ChildDied as death:
+                if death.cause == "killed":
+                    raise killed() from None
                 raise busy("the server is stopping") from None
             finally:
                 child.kill("closed")
         self._metrics.observe("run_code", reply)
         self._metrics.time("queue", turn - asked)
         self._metrics.time("set_up", start - turn)
+        self._metrics.time("total", loop.time() - asked)
         return wire.encode({**fusion_words(reply, compiled), "files": fetched, "level": self._pools.level})
+
+    def _timeout(self, head: Reply, key: str) -> float:
+        most_s = self._gate.longest_s
+        return wanted_timeout({key: min(_TIMEOUT_S, most_s), **head}, most_s, key)
 
     @property
     def _memory(self) -> int:
@@ -108,7 +115,7 @@ class Fusion:
         work["code"] = ""
         if not language.compile:
             return None
-        timeout_s = wanted_timeout({"compile_timeout": _TIMEOUT_S, **head}, "compile_timeout")
+        timeout_s = self._timeout(head, "compile_timeout")
         build = {**work, "once": False, "timeout_s": timeout_s, "command": language.compile}
         build["address_bytes"] = max(language.address_bytes, self._memory)
         return await execute(child, build, wire.EXEC_OUTPUT_BYTES, self._memory)

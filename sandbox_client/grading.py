@@ -15,7 +15,7 @@ from .fusion import decoded_files, wanted_timeout
 from .line import Child, ChildDied
 from .metrics import Metrics
 from .pool import Pool
-from .sessions import Gate, JailedSession, Refused, Reply, Spec, execute, lost, no_child
+from .sessions import Gate, JailedSession, Refused, Reply, Spec, execute, killed, lost, no_child
 
 _SUBMISSION, _TESTS = "submission", "tests"
 
@@ -34,7 +34,7 @@ class Grader:
 
     async def grade(self, session: JailedSession, head: Reply, deadline: float) -> Reply:
         """Returns the reply with `reward`, None where the grader gave none. Raises Refused, ValueError."""
-        code, timeout_s = wire.take(head, "code", str), wanted_timeout(head)
+        code, timeout_s = wire.take(head, "code", str), wanted_timeout(head, self._gate.longest_s)
         tests = {_inside(path): content for path, content in decoded_files(head.get("files")).items()}
         wanted = [_inside(path) for path in wire.take({"collect": [], **head}, "collect", list)]
         async with self._gate.enter(deadline):
@@ -49,8 +49,8 @@ class Grader:
                         await self._write(child, f"{place}/{path}", content)
                 work = {"code": code, "language": "python", "timeout_s": timeout_s, "once": True, "grade": True}
                 reply = await execute(child, work, wire.EXEC_OUTPUT_BYTES, self._pool.memory_bytes)
-            except ChildDied:
-                raise lost("the server is stopping", by_program=False) from None
+            except ChildDied as death:
+                raise (killed() if death.cause == "killed" else lost("the server is stopping", by_program=False)) from None
             finally:
                 child.kill("closed")
         reply["reward"] = _checked_reward(reply)

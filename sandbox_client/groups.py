@@ -76,6 +76,14 @@ class Unlocked:
         """Returns whether the kernel killed for memory there: it is not watched."""
         return False
 
+    def exiting(self, pid: int) -> bool:
+        """Returns whether `pid` was ending by itself: not asked where nothing follows from it."""
+        return True
+
+    def could_be_its_own(self, pid: int) -> bool:
+        """Returns whether a program could have sent the SIGKILL that ended `pid`: here any may kill itself."""
+        return True
+
     def close(self) -> None:
         _remove(self._home)
 

@@ -32,6 +32,7 @@ _MS_NOSUID, _MS_NODEV, _MS_BIND, _MS_REC, _MS_PRIVATE = 2, 4, 4096, 16384, 1 << 
 _MNT_DETACH = 2
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_CAPBSET_DROP = 1, 4, 22, 24
 _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 36, 38
+_PF_EXITING = 4
 _MACHINE = os.uname().machine
 _SYS_CLONE = {"x86_64": 56, "aarch64": 220}.get(_MACHINE, -1)
 # the same numbers on x86_64 and aarch64
@@ -405,6 +406,35 @@ class Namespaced:
     def ran_out(self, slot: int) -> bool:
         """Returns whether the kernel killed for memory there since it was last asked."""
         return self._leaves.ran_out(slot) if self._leaves else False
+
+    def exiting(self, pid: int) -> bool:
+        """Returns whether `pid` and all its threads have begun to end."""
+        with contextlib.suppress(OSError):
+            words = self._text(f"{pid}/stat").rpartition(")")[2].split()
+            return bool(int(words[6]) & _PF_EXITING) and int(words[17]) <= 1
+        return True
+
+    def could_be_its_own(self, pid: int) -> bool:
+        """Returns whether a program could have brought about the SIGKILL of which `pid` is dead, and not reaped yet.
+
+        The init of a pid namespace is deaf to the signals of those inside, SIGKILL too, and ptrace, whose tracer can take its
+        tracee along, is filtered. What is left to a program is to lower its limit on CPU time, and to reach it.
+        """
+        try:
+            words = self._text(f"{pid}/stat").rpartition(")")[2].split()
+            limits = self._text(f"{pid}/limits").splitlines()
+        except OSError:
+            return True
+        most = next(line.split()[4] for line in limits if line.startswith("Max cpu time"))
+        used_s = sum(map(int, words[11:13])) / os.sysconf("SC_CLK_TCK")
+        return most != "unlimited" and used_s > int(most) / 2  # the limit is counted by ticks, what was used is not
+
+    def _text(self, path: str) -> str:
+        file = self._open(path)
+        try:
+            return os.read(file, 1 << 14).decode()
+        finally:
+            os.close(file)
 
     def close(self) -> None:
         """Nothing stays: the mounts and namespaces end with this process."""

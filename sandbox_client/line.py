@@ -20,7 +20,9 @@ _EXIT_PATIENCE_S = 2.0
 
 
 class ChildDied(Exception):
-    """The child is gone. `cause`: exit, timeout, protocol, closed, expired; `status` as waitpid gives it."""
+    """The child is gone. `cause`: exit, timeout, protocol, closed, expired, killed (by nobody here: neither its program nor
+    this server); `status` as waitpid gives it.
+    """
 
     def __init__(self, cause: str, status: int | None, oom: bool) -> None:
         super().__init__(cause)
@@ -43,6 +45,8 @@ class Child:
         self._waiter: asyncio.Future[tuple[bytes, bytes, bytes]] | None = None
         self._cause = "exit"
         self._gone = False
+        self._end: tuple[int | None, bool] = (None, False)
+        self.ordered: float | None = None  # when its end was
         self.deadline: float | None = None  # of the operation under way, on the loop's clock
         self.out, self.err = Output(self._loop, out), Output(self._loop, err)
         self.ended: asyncio.Future[None] = self._loop.create_future()
@@ -56,6 +60,11 @@ class Child:
     @property
     def alive(self) -> bool:
         return not self._gone
+
+    @property
+    def cause(self) -> str:
+        """Returns why it ended, as ChildDied says it."""
+        return self._cause
 
     @property
     def number(self) -> int:
@@ -84,7 +93,7 @@ class Child:
     def listen(self, timeout_s: float) -> asyncio.Future[tuple[bytes, bytes, bytes]]:
         """Returns the future of the next frame: kind, head, blob. It fails with ChildDied."""
         if self._gone:
-            raise ChildDied(self._cause, None, False)
+            raise ChildDied(self._cause, *self._end)
         self._waiter = self._loop.create_future()
         self.deadline = self._loop.time() + timeout_s + wire.KILL_MARGIN_S
         return self._waiter
@@ -96,6 +105,8 @@ class Child:
 
         `descriptors` go with the first byte, and stay the caller's to close.
         """
+        if self._gone:
+            await self.ended  # only then it is known how
         reply = self.listen(timeout_s)
         if descriptors:
             with contextlib.suppress(OSError):  # it has hung up: the reader notices
@@ -118,6 +129,7 @@ class Child:
         if not self._gone:
             self._gone = True
             self._cause = cause
+            self.ordered = self._loop.time()
             self._loop.remove_reader(self._line.fileno())
             if self._outgoing:
                 self._loop.remove_writer(self._line.fileno())
@@ -126,11 +138,14 @@ class Child:
             # should the kernel never finish with it, callers still get their answer
             self._loop.call_later(_EXIT_PATIENCE_S, self.finish, None, False)
 
-    def finish(self, status: int | None, oom: bool) -> None:
-        """Called when the zygote has reaped the child."""
+    def finish(self, status: int | None, oom: bool, outside: bool = False) -> None:
+        """Called when the zygote has reaped the child; `outside`: neither it nor this server has ended it."""
         if self.ended.done():
             return
         self.kill(self._cause)
+        if outside and self._cause == "exit":
+            self._cause = "killed"
+        self._end = status, oom
         self.ended.set_result(None)
         if self.stem:
             self.stem.count_copy(-1)

@@ -27,7 +27,9 @@ _BOOT = (
 _CREDENTIALS = struct.Struct("=iII")  # pid, uid, gid
 _WATCH_S = 0.1
 _START_S = 10.0
-_REST_S = 0.003  # a fork takes a core from the program for which the last child was taken
+_HELD_S = 0.005  # a fork takes a core from a program; after so long it is asked again whether one is free
+_LEAST_WARM = 2
+_CORES = os.cpu_count() or 1
 
 
 def readable_paths() -> list[str]:
@@ -98,14 +100,15 @@ class Pool:
         self._children: dict[int, Child] = {}
         self._warm: deque[Child] = deque()
         self._starting = 0
-        self._resting = False
-        self._taken = 0.0  # when a child was last taken
+        self._held = False
         self._waiting: deque[asyncio.Future[Child]] = deque()
         self._orders: deque[tuple[bytes, tuple[int, ...]]] = deque()
         self._reports = bytearray()
         self._closed = self.dead = self._begun = False
-        self.forks = self.takes = self.cold_takes = 0
+        self.forks = self.takes = self.cold_takes = self.killed = 0
         self.on_death: Callable[[], None] = lambda: None
+        self.on_end: Callable[[float], None] = lambda _: None
+        self.busy: Callable[[], int] = lambda: 0  # how many cores are wanted by programs, of this pool's and others' children
 
     async def start(self) -> dict[str, Any]:
         """Starts the zygote. Returns {} or why it could not lock: `reason` and `remedy`, or `fatal`."""
@@ -151,8 +154,7 @@ class Pool:
         while self._warm:
             child = self._warm.popleft()
             if child.alive:
-                self._taken = self.loop.time()
-                self._refill()
+                self.loop.call_soon(self._refill)  # when its program is on its way
                 return child
         self.cold_takes += 1
         waiter = self.loop.create_future()
@@ -236,6 +238,11 @@ class Pool:
         return len(self._children)
 
     @property
+    def warm(self) -> int:
+        """Returns how many wait ready."""
+        return len(self._warm)
+
+    @property
     def dying(self) -> int:
         """Returns how many were ordered to end and have not been reported dead: 0 but for moments."""
         return sum(not child.alive for child in self._children.values())
@@ -283,23 +290,32 @@ class Pool:
             return  # it is gone: the reader of the control line will say so
         self.loop.remove_writer(self._control.fileno())
 
-    def _rested(self) -> None:
-        self._resting = False
+    def poke(self) -> None:
+        """Says that a program has ended: its core may be free for a fork."""
+        self._refill()
+
+    def _asked_again(self) -> None:
+        self._held = False
         self._refill()
 
     def _refill(self) -> None:
-        """Forks for all who wait; else what is missing, one after the other, and after a rest while half of it is there.
+        """Forks what is missing, while programs leave a core to it.
 
-        Several at once would share the cores with the programs that callers wait for, who do not wait for these.
+        For callers who wait a fork is their program's beginning: as many at once as there are cores, more would only share
+        these. The last two children of the store are replaced one after the other whatever else runs, else neighbours that
+        never rest would empty it. All others are forked on cores that no program wants just now: a call is answered first.
         """
         while not (self._closed or self.dead) and len(self._warm) + self._starting < self._target + len(self._waiting):
-            if self._starting >= max(1, len(self._waiting)):
-                return
-            rest_s = self._taken + _REST_S - self.loop.time()
-            if rest_s > 0 and len(self._warm) >= self._target // 2 and not self._waiting:
-                if not self._resting:
-                    self._resting = True
-                    self.loop.call_later(rest_s, self._rested)
+            if self._waiting:
+                free = _CORES
+            elif len(self._warm) < _LEAST_WARM:
+                free = 1
+            else:
+                free = _CORES - self.busy()
+            if self._starting >= free:
+                if not (self._starting or self._held):  # else the end of a start asks
+                    self._held = True
+                    self.loop.call_later(_HELD_S, self._asked_again)
                 return
             self._starting += 1
             self._await_start(self._fork())
@@ -332,7 +348,7 @@ class Pool:
             waiter.set_exception(failure) if failure else waiter.set_result(child)
         elif not failure:
             self._warm.append(child)
-        if not failure:  # of one that cannot be started, others would be no better
+        if self._waiting or not failure:  # of one that cannot be started, others would be no better: but who waits is told
             self._refill()
 
     def _reported(self) -> None:
@@ -352,13 +368,16 @@ class Pool:
             self.on_death()
         self._reports += data
         while len(self._reports) >= frames.EXIT.size:
-            kind, number, status, oom = frames.EXIT.unpack_from(self._reports)
+            kind, number, status, known = frames.EXIT.unpack_from(self._reports)
             del self._reports[: frames.EXIT.size]
             if kind == frames.ADOPTED:
                 self._children[number].adopted.set_result(None)
                 continue
             child = self._children.pop(number)
-            child.finish(None if status == -1 else status, bool(oom))
+            self.killed += known == frames.FROM_OUTSIDE
+            if child.ordered is not None:
+                self.on_end(self.loop.time() - child.ordered)
+            child.finish(None if status == -1 else status, known == frames.OUT_OF_MEMORY, known == frames.FROM_OUTSIDE)
             if child in self._warm:
                 self._warm.remove(child)
 

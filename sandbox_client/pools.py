@@ -60,11 +60,27 @@ class Pools:
         for pool in self.all:
             pool.on_death = tell
 
+    def on_end(self, tell: Callable[[float], None]) -> None:
+        """Has `tell` called with the seconds from the order that ended a child to the word that it and its own are dead."""
+        for pool in self.all:
+            pool.on_end = tell
+
+    def give_way_to(self, busy: Callable[[], int]) -> None:
+        """Has the pools fork ahead of need only on the cores that `busy` leaves."""
+        for pool in self.all:
+            pool.busy = busy
+
+    def poke(self) -> None:
+        """Says that a program has ended."""
+        for pool in self.all:
+            pool.poke()
+
     def gauges(self) -> dict[str, float]:
         """Returns what /metrics says of the children."""
         return {
             "children": sum(pool.live for pool in self.all),
             "children_ordered_dead": sum(pool.dying for pool in self.all),
+            "killed_from_outside_total": sum(pool.killed for pool in self.all),
             "forks_total": sum(pool.forks for pool in self.all),
             "takes_total": sum(pool.takes for pool in self.all),
             "cold_takes_total": sum(pool.cold_takes for pool in self.all),

@@ -68,12 +68,13 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--max-sessions", type=int, default=1024)
     add("--concurrency", type=int, default=2 * cores, help="programs that run at once; calls are not counted")
     add("--queue", type=int, default=32 * cores, help="programs that wait behind them; more are refused")
-    add("--warm", type=int, default=max(32, 4 * cores), help="locked children that wait for a session")
+    add("--warm", type=int, default=max(64, 8 * cores), help="locked children that wait for a session")
     add("--graders", type=int, default=1, help="locked graders that wait; 0 is no grading")
     limits = Limits()
     add("--memory-mb", type=int, default=limits.memory_bytes >> 20, help="of a process; at L3 of a whole session")
     add("--disk-mb", type=int, default=limits.disk_bytes >> 20, help="of a session's files, which are held in memory")
     add("--processes", type=int, default=limits.processes, help="of a session, threads included")
+    add("--max-timeout-s", type=float, default=wire.MAX_TIMEOUT_S, help="the longest that a request may ask for")
     add("--session-idle-s", type=float, default=600.0)
     add("--session-life-s", type=float, default=3600.0)
     add("--parent", type=int, default=0, help=argparse.SUPPRESS)  # an embedding process: end with it
@@ -223,7 +224,10 @@ async def _serve(options: argparse.Namespace) -> int:
                 for name in functions:
                     _import(name)
             table = Sessions(pools, functions, options.max_sessions, options.session_idle_s, options.session_life_s)
-            gate = Gate(options.concurrency, options.queue)
+            gate = Gate(options.concurrency, options.queue, options.max_timeout_s)
+            if pools:
+                pools.give_way_to(gate.busy)
+                gate.on_leave = pools.poke
             server = _uvicorn(App(token, _hosts(options, port), policy, pools, table, gate), options)
             host = f"[{options.host}]" if ":" in options.host else options.host
             server.ready_line = json.dumps(

@@ -21,6 +21,8 @@ from .pools import Pools
 _KEPT_REPLIES, _KEPT_BYTES = 8, 1 << 20
 _KEPT_DROPPED = 64
 _OUTCOMES = frozenset(wire.Outcome)
+_BY_OTHERS = ("closed", "expired", "killed")  # causes of a child's end that its program has no part in
+_YOUNG_S = 0.02  # most programs have ended by then, or will go on for long
 _START_S = 10.0  # for what is no program: building functions, moving a file
 
 Reply = dict[str, Any]
@@ -73,12 +75,23 @@ def no_child(death: ChildDied) -> Refused:
 
 
 class Gate:
-    """At most `running` programs at once, at most `waiting` behind them."""
+    """At most `running` programs at once, at most `waiting` behind them, each for at most `longest_s`."""
 
-    def __init__(self, running: int, waiting: int) -> None:
+    def __init__(self, running: int, waiting: int, longest_s: float = wire.MAX_TIMEOUT_S) -> None:
+        self.longest_s = longest_s
         self._slots = asyncio.Semaphore(running)
-        self._room = waiting
-        self.inside = 0
+        self._room = self._most = waiting
+        self._begun: dict[object, float] = {}  # when each of those inside was let in
+        self.on_leave: Callable[[], None] = lambda: None
+
+    @property
+    def inside(self) -> int:
+        return len(self._begun)
+
+    def busy(self) -> int:
+        """Returns how many programs want a core: those that wait, and those that are young. An old one may well sleep."""
+        since = asyncio.get_running_loop().time() - _YOUNG_S
+        return self._most - self._room + sum(begun > since for begun in self._begun.values())
 
     @asynccontextmanager
     async def enter(self, deadline: float) -> AsyncIterator[None]:
@@ -98,12 +111,20 @@ class Gate:
             raise busy("the request's deadline had passed")
         else:
             await self._slots.acquire()
-        self.inside += 1
+        loop, mark = asyncio.get_running_loop(), object()
+        self._begun[mark] = loop.time()
         try:
             yield
         finally:
-            self.inside -= 1
+            del self._begun[mark]
             self._slots.release()
+            loop.call_soon(self.on_leave)  # after the answer is on its way
+
+
+def killed() -> Refused:
+    """Returns the refusal where a process was killed by somebody else: nothing that the model has done or is told."""
+    text = "its process was killed from outside the sandbox"
+    return Refused(410, "session_lost", text, "open another session", caused_by_program=False, began=True)
 
 
 def _checked(reply: Reply, *, ran: bool) -> Reply:
@@ -137,7 +158,7 @@ def _epitaph(death: ChildDied, timeout_s: float, memory_bytes: int, once: bool =
 
 
 async def execute(child: Child, head: dict[str, Any], limit: int, memory_bytes: int, stdin: bytes = b"") -> Reply:
-    """Runs a program in `child` and returns the whole reply of an exec. Raises ChildDied when the server ended it."""
+    """Runs a program in `child` and returns the whole reply of an exec. Raises ChildDied when others have ended it."""
     loop = asyncio.get_running_loop()
     start = loop.time()
     child.out.begin(limit)
@@ -148,7 +169,7 @@ async def execute(child: Child, head: dict[str, Any], limit: int, memory_bytes: 
         if head.get("grade"):
             reply["reward"] = answer.get("reward")
     except ChildDied as death:
-        if death.cause in ("closed", "expired"):
+        if death.cause in _BY_OTHERS:
             raise
         reply = _epitaph(death, head["timeout_s"], memory_bytes, once=head.get("once", False))
     except ValueError:
@@ -278,11 +299,17 @@ class JailedSession(Session):
             death = ChildDied("protocol", None, False)
         except ChildDied as error:
             death = error
-        if death.cause in ("closed", "expired"):
-            raise self.lost or lost("the session was closed", by_program=False)
+        if death.cause in _BY_OTHERS:
+            raise self._loss(death)
         epitaph = _epitaph(death, timeout_s, self._memory_bytes)
         self.end(lost(epitaph["error"], by_program=True))
         return epitaph, b""
+
+    def _loss(self, death: ChildDied) -> Refused:
+        """Returns what whoever asks is told of a child that others have ended."""
+        if death.cause == "killed":
+            self.end(killed())
+        return self.lost or lost("the session was closed", by_program=False)
 
     async def open(self) -> None:
         module, options = self.spec.functions, self.spec.options
@@ -312,8 +339,8 @@ class JailedSession(Session):
         """Runs a program in the session's namespace."""
         try:
             reply = await execute(self._child, head, limit, self._memory_bytes)
-        except ChildDied:
-            raise self.lost or lost("the session was closed", by_program=False) from None
+        except ChildDied as death:
+            raise self._loss(death) from None
         if reply["session_lost"]:
             self.end(lost(reply["error"], by_program=True))
         return reply
@@ -343,8 +370,8 @@ class JailedSession(Session):
         try:
             child = await pools.pool_for(self.spec.imports).copy(self._child)
         except ChildDied as death:
-            if death.cause == "closed":
-                raise self.lost or lost("the session was closed", by_program=False) from None
+            if death.cause in _BY_OTHERS:
+                raise self._loss(death) from None
             raise Refused(422, "not_copied", f"the session's process could not be copied ({death.cause})") from None
         return JailedSession(secrets.token_urlsafe(12), key, self.spec, child, self._memory_bytes)
 
@@ -357,8 +384,12 @@ class JailedSession(Session):
         self._child.kill("closed") if loss.by_program else self._child.retire()
 
     @property
-    def dead(self) -> bool:
-        return not self._child.alive
+    def death(self) -> Refused | None:
+        """Returns what ended the session's child, when something has."""
+        if not self._child.ended.done():
+            return None
+        by_itself = lost("the program ended it between two operations", by_program=True)
+        return killed() if self._child.cause == "killed" else by_itself
 
 
 class LocalSession(Session):

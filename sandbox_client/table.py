@@ -139,8 +139,8 @@ class Sessions:
             if session.lost:
                 if session.idle and now - session.used >= patience_s:
                     self.close(session.identity)
-            elif isinstance(session, JailedSession) and session.dead and session.idle:
-                self.close(session.identity, lost("the program ended it between two operations", by_program=True))
+            elif isinstance(session, JailedSession) and session.death and session.idle:
+                self.close(session.identity, session.death)
             elif now - session.born > self._life_s:
                 self.close(session.identity, lost(f"it was open for {self._life_s:g} s, the longest allowed", False))
             elif session.idle and now - session.used > self._idle_s:

@@ -20,7 +20,21 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from . import child
-from .frames import ADOPT, ADOPTED, EXIT, EXITED, FAILED, FORK, FORK_STEM, KILL, REQUEST
+from .frames import (
+    ADOPT,
+    ADOPTED,
+    BURY,
+    EXIT,
+    EXITED,
+    FAILED,
+    FORK,
+    FORK_STEM,
+    FROM_OUTSIDE,
+    KILL,
+    NOTHING,
+    OUT_OF_MEMORY,
+    REQUEST,
+)
 from .groups import Limits, LockError, Unlocked
 
 if sys.platform == "linux":
@@ -39,6 +53,8 @@ class Lock(Protocol):
     def kill(self, pid: int) -> None: ...
     def release(self, slot: int, pid: int) -> None: ...
     def ran_out(self, slot: int) -> bool: ...
+    def exiting(self, pid: int) -> bool: ...
+    def could_be_its_own(self, pid: int) -> bool: ...
     def close(self) -> None: ...
 
 
@@ -53,6 +69,7 @@ class Zygote:
         self._pids: dict[int, int] = {}  # child id -> pid
         self._children: dict[int, tuple[int, int]] = {}  # pid -> child id, slot
         self._ordered: set[int] = set()  # those whose death the server wanted
+        self._hung_up: set[int] = set()  # those that have closed their line and lived on
         self._copies: dict[int, tuple[int, int, int]] = {}  # pidfd -> child id, pid, slot; a copy is no child of ours
         self._copy_of: dict[int, int] = {}  # child id -> pidfd
         self._adopting: dict[int, int] = {}  # the pid of who does it -> child id of the copy
@@ -102,6 +119,8 @@ class Zygote:
         elif child_id in self._pids:
             if kind == KILL:
                 self._ordered.add(child_id)
+            elif kind == BURY and not self._lock.exiting(self._pids[child_id]):
+                self._hung_up.add(child_id)
             self._lock.kill(self._pids[child_id])
         return True
 
@@ -110,9 +129,9 @@ class Zygote:
         self._slots = max(self._slots, slot + 1)
         return slot
 
-    def _tell(self, kind: bytes, child_id: int, status: int = 0, oom: bool = False) -> None:
+    def _tell(self, kind: bytes, child_id: int, status: int = 0, known: int = NOTHING) -> None:
         with contextlib.suppress(OSError):
-            self._control.sendall(EXIT.pack(kind, child_id, status, oom))
+            self._control.sendall(EXIT.pack(kind, child_id, status, known))
 
     def _fork(self, child_id: int, descriptors: list[int], stem: bool) -> None:
         slot = self._slot()
@@ -170,7 +189,7 @@ class Zygote:
         self._ordered.discard(child_id)
         self._lock.release(slot, pid)
         self._free.append(slot)
-        self._tell(EXITED, child_id, -1, oom)
+        self._tell(EXITED, child_id, -1, OUT_OF_MEMORY if oom else NOTHING)
 
     def _reap(self, flags: int) -> None:
         while self._children or self._adopting:
@@ -178,7 +197,10 @@ class Zygote:
             if ended is None:
                 return
             pid = ended.si_pid
+            known = NOTHING
             if pid in self._children:
+                killed = ended.si_code == os.CLD_KILLED and ended.si_status == _signal.SIGKILL
+                known = self._known(pid, *self._children[pid]) if killed else NOTHING
                 self._lock.kill(pid)  # while its number is still its own: the group it leads may live on
             status = os.waitpid(pid, 0)[1]
             if pid in self._adopting:
@@ -187,11 +209,20 @@ class Zygote:
                 continue  # an orphan that a landlocked child left to us
             child_id, slot = self._children.pop(pid)
             del self._pids[child_id]
-            oom = status == _signal.SIGKILL and child_id not in self._ordered and self._lock.ran_out(slot)
             self._ordered.discard(child_id)
+            self._hung_up.discard(child_id)
             self._lock.release(slot, pid)
             self._free.append(slot)
-            self._tell(EXITED, child_id, status, oom)
+            self._tell(EXITED, child_id, status, known)
+
+    def _known(self, pid: int, child_id: int, slot: int) -> int:
+        """Returns what is known of a SIGKILL of which `pid` has just died. It is not reaped yet."""
+        if child_id in self._ordered:
+            return NOTHING
+        if self._lock.ran_out(slot):
+            return OUT_OF_MEMORY
+        own = child_id in self._hung_up or self._lock.could_be_its_own(pid)
+        return NOTHING if own else FROM_OUTSIDE
 
 
 def become_child(lock: Lock, slot: int, stem: bool, line: int, out: int, err: int) -> None:

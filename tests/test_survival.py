@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
+import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import jax
@@ -13,6 +16,7 @@ import numpy as np
 import optax
 import pytest
 import tiny
+from marked import init_with
 from scripted import ScriptedSampler
 from test_rollout import PLAIN, SAMPLING, drawing, facts, many_tasks, rollouts, rows_of
 
@@ -23,15 +27,30 @@ from jaxagent.envs.chain import Chain
 from jaxagent.envs.env import Env, Step, Task
 from jaxagent.learner import Learner, LearnerOptions, OptimizerOptions
 from jaxagent.types import Group, Message, StopReason, Trajectory
-from sandbox_client import EmbeddedServer, Session
+from sandbox_client import EmbeddedServer, Outcome, Session
 
 TASKS, GROUP, SHARE = 8, 4, 0.15
+Kill = Callable[[Session], Awaitable[None]]
+
+
+async def closed(session: Session) -> None:
+    """Ends a session as another client would."""
+    await session._end()
+
+
+async def killed(session: Session) -> None:
+    """Kills the process that the session lives in, as somebody on its machine may: a sleeper in it tells which."""
+    mark = f"{time.monotonic_ns() % 10**9 + 10**6}.25"
+    result = await session.exec(f"import subprocess; subprocess.Popen(['sleep', '{mark}'], stdin=subprocess.DEVNULL); None")
+    assert result.outcome is Outcome.OK, result
+    os.kill(init_with(mark), signal.SIGKILL)
 
 
 class Mortal:
     """A world in which a share of the sandboxes is killed, behind the back of the client, before one of their steps."""
 
-    def __init__(self, world: Chain, share: float, seed: int, replayable: bool):
+    def __init__(self, world: Chain, share: float, seed: int, replayable: bool, kill: Kill):
+        self.kill = kill
         self.world, self.tools, self.functions = world, world.tools, world.functions
         self._luck, self._share, self._replayable = random.Random(seed), share, replayable
         self.killed = self.rebuilt = 0
@@ -70,7 +89,7 @@ class Doomed:
         self.steps += 1
         if self.steps == self.last:
             self.mortal.killed += 1
-            await self.env.session._end()  # what another client, or a dying machine, would have done
+            await self.mortal.kill(self.env.session)
         return await self.env.step(action)
 
     async def close(self) -> None:
@@ -85,8 +104,19 @@ def server() -> Iterator[EmbeddedServer]:
         yield running
 
 
-def played(server: EmbeddedServer, share: float, attempts: int, replayable: bool = False) -> tuple[list[Trajectory], Mortal]:
-    world = Mortal(Chain(), share, seed=4, replayable=replayable)
+@pytest.fixture(scope="module")
+def jailed() -> Iterator[EmbeddedServer]:
+    """A server whose sessions are processes of their own, where they can be."""
+    with EmbeddedServer(functions=(Chain.functions,), code="auto", options=("--warm=8",)) as running:
+        if running.level < "L2":
+            pytest.skip("no namespaces here, which alone tell who has killed a process")
+        yield running
+
+
+def played(
+    server: EmbeddedServer, share: float, attempts: int, replayable: bool = False, kill: Kill = closed
+) -> tuple[list[Trajectory], Mortal]:
+    world = Mortal(Chain(), share, seed=4, replayable=replayable, kill=kill)
     with rollouts(world, ScriptedSampler(PLAIN, drawing), server, attempts=attempts, concurrency=8) as many:
         return rows_of(many.play(many_tasks(world.world, TASKS), GROUP, SAMPLING)), world
 
@@ -115,9 +145,12 @@ def gradients(*runs: list[Trajectory]) -> list[dict[str, Any]]:
     return found
 
 
-def test_episodes_whose_sandboxes_die_are_masked_and_the_others_are_what_they_would_have_been(server: EmbeddedServer) -> None:
+@pytest.mark.parametrize("kill", [closed, killed])
+def test_episodes_whose_sandboxes_die_are_masked_and_the_others_are_what_they_would_have_been(
+    server: EmbeddedServer, request: pytest.FixtureRequest, kill: Kill
+) -> None:
     whole, _ = played(server, 0.0, attempts=1)
-    rows, world = played(server, SHARE, attempts=1)
+    rows, world = played(request.getfixturevalue("jailed") if kill is killed else server, SHARE, attempts=1, kill=kill)
     lost = [row for row in rows if row.stop is StopReason.INFRA_FAILURE]
     assert world.killed == len(lost) >= 2
     assert {row.reward for row in lost} == {0.0} and all("SessionLost" in row.error for row in lost)
@@ -128,7 +161,7 @@ def test_episodes_whose_sandboxes_die_are_masked_and_the_others_are_what_they_wo
 
 
 def test_the_gradient_is_a_faultless_run_s_over_what_survives_and_over_all_if_tried_again_or_replayed(
-    server: EmbeddedServer,
+    server: EmbeddedServer, jailed: EmbeddedServer
 ) -> None:
     whole, _ = played(server, 0.0, attempts=1)
     again, retried = played(server, SHARE, attempts=5)
@@ -136,7 +169,7 @@ def test_the_gradient_is_a_faultless_run_s_over_what_survives_and_over_all_if_tr
     assert retried.killed >= 2 and rebuilt.killed == rebuilt.rebuilt >= 2
     assert [facts(row) for row in again] == [facts(row) for row in whole]
     assert [facts(row) for row in replayed] == [facts(row) for row in whole]
-    rows, dead = played(server, SHARE, attempts=1)
+    rows, dead = played(jailed, SHARE, attempts=1, kill=killed)
     alive = {(row.group, row.rollout) for row in rows if row.stop.counts}
     assert len(alive) == TASKS * GROUP - dead.killed < TASKS * GROUP
     spared = [row for row in whole if (row.group, row.rollout) in alive]

@@ -71,6 +71,15 @@ def jailed(request: pytest.FixtureRequest, start: Start) -> Running:
     return start("--functions=counting", "--code=auto", "--warm=8", user=request.param)
 
 
+@pytest.fixture(params=["root", "ordinary", "delegated"])
+def besieged(request: pytest.FixtureRequest, start: Start) -> Running:
+    """The server of `attacked` at each level that has namespaces."""
+    if request.param == "root" and not IS_ROOT:
+        pytest.skip("these tests do not run as root")
+    user = request.getfixturevalue("delegated") if request.param == "delegated" else request.param
+    return start("--functions=counting", "--code=auto", user=user)
+
+
 @pytest.fixture
 def server(start: Start) -> Running:
     """The best server that this user can start; skips where programs are refused, which test_refusal asserts."""

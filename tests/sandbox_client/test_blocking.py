@@ -1,10 +1,13 @@
 """The client for scripts: the same operations, each waiting for its result, beside a loop that runs already."""
 
 import asyncio
+import subprocess
+import sys
 import threading
 
 import pytest
 from conftest import Running
+from launching import REPOSITORY
 
 from sandbox_client import BlockingClient, Cancelled, Outcome, RequestRefused
 
@@ -38,6 +41,23 @@ def test_it_works_where_a_loop_runs_already(server: Running) -> None:
             return client.run_code("print(1)").stdout
 
     assert asyncio.run(notebook()) == "1\n"
+
+
+def test_the_client_s_loop_is_asyncio_s_own_even_where_another_is_installed() -> None:
+    script = """
+import importlib.abc, sys, types
+class Found(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "uvloop":
+            raise SystemExit("uvloop was looked for")
+sys.meta_path.insert(0, Found())
+from sandbox_client import BlockingClient
+client = BlockingClient("http://127.0.0.1:9", "token")
+assert type(client._loop._loop).__module__.startswith("asyncio."), type(client._loop._loop)
+client.close()
+"""
+    done = subprocess.run([sys.executable, "-c", script], cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_a_closed_client_says_so(server: Running) -> None:

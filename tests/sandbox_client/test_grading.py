@@ -96,9 +96,9 @@ CHEATS = {
 
 @pytest.mark.attack
 @pytest.mark.parametrize("cheat", CHEATS)
-def test_a_submission_cannot_forge_its_reward(jailed: Running, cheat: str) -> None:
+def test_a_submission_cannot_forge_its_reward(besieged: Running, cheat: str) -> None:
     async def judge() -> None:
-        graded = await Graded(jailed).open(submission__py=CHEATS[cheat])
+        graded = await Graded(besieged).open(submission__py=CHEATS[cheat])
         reply = await graded.grade(RUN)
         assert (reply["outcome"], reply["reward"]) == ("ok", 0.0), reply
 

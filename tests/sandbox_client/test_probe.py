@@ -3,6 +3,7 @@
 Where the machine gives no level these tests assert that programs are refused; they never pass by not trying.
 """
 
+import ast
 import contextlib
 import dataclasses
 import json
@@ -10,6 +11,7 @@ import os
 import shutil
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
@@ -17,7 +19,8 @@ from typing import Any
 
 import pytest
 from conftest import Start, ask
-from launching import IS_ROOT, ORDINARY_UID, Running, descendants, environment, processes_with
+from launching import IS_ROOT, ORDINARY_UID, Running, descendants, environment
+from marked import processes_with
 
 from sandbox_client import CodeRefused, ExecResult, Outcome, RequestRefused, SandboxClient, SessionLost, cgroups, jail
 from sandbox_client.attacks import Attack
@@ -141,7 +144,7 @@ def test_the_next_session_finds_nothing_of_the_last(attacked: Running) -> None:
 
 
 @pytest.mark.parametrize("how", ["setsid sleep {} & disown", "(trap '' TERM HUP INT; nohup sleep {} & ) ", "sleep {} &"])
-def test_a_background_process_dies_with_its_session(jailed: Running, how: str) -> None:
+def test_a_background_process_dies_with_its_session(besieged: Running, how: str) -> None:
     mark = f"{time.monotonic_ns() % 10**9 + 10**6}.25"
 
     async def leave_one(client: SandboxClient) -> int:
@@ -154,7 +157,7 @@ def test_a_background_process_dies_with_its_session(jailed: Running, how: str) -
                 alive = processes_with(mark)
             return len(alive)
 
-    alive = refused_or(jailed, leave_one)
+    alive = refused_or(besieged, leave_one)
     if alive is not None:
         assert alive >= 1  # or the test would prove nothing
         deadline = time.monotonic() + 5
@@ -162,33 +165,66 @@ def test_a_background_process_dies_with_its_session(jailed: Running, how: str) -
             assert time.monotonic() < deadline, "a background process has survived its session"
 
 
-def test_neighbours_are_out_of_sight_and_reach(jailed: Running, place: Path) -> None:
+def test_neighbours_are_out_of_sight_and_reach(besieged: Running, place: Path) -> None:
     attack = next(attack for attack in ATTACKS if attack.name == "neighbours")
 
     async def side_by_side(client: SandboxClient) -> ExecResult:
         async with await client.open_session("victim") as victim:
             await victim.exec("sleep 30 &", "bash")
-            with bait(jailed, place) as facts:  # every process of the server, the victim's among them
+            with bait(besieged, place) as facts:  # every process of the server, the victim's among them
                 result = await strike(client, attack, facts)
             assert (await victim.exec("1 + 1")).value == "2"
             return result
 
-    result = refused_or(jailed, side_by_side)
+    result = refused_or(besieged, side_by_side)
     assert result is None or (result.error, result.value) == (None, "''")
 
 
-def test_the_file_door_leads_nowhere_that_the_program_could_not_go(jailed: Running) -> None:
+def test_the_file_door_leads_nowhere_that_the_program_could_not_go(besieged: Running) -> None:
     async def climb(client: SandboxClient) -> None:
         async with await client.open_session("climber") as session:
             await session.exec("import os; os.symlink('/etc/shadow', 'link'); os.symlink('/usr', 'out')")
             for path in ("../../../../evil", "/usr/evil", "out/evil", "/etc/passwd"):
                 with pytest.raises(RequestRefused):
                     await session.write_file(path, b"evil")
-            for path in ("link", "/etc/shadow", jailed.token_file, f"../../../../..{jailed.token_file}", "/dev"):
+            for path in ("link", "/etc/shadow", besieged.token_file, f"../../../../..{besieged.token_file}", "/dev"):
                 with pytest.raises(RequestRefused):
                     await session.read_file(path)
 
-    refused_or(jailed, climb)
+    refused_or(besieged, climb)
+
+
+def test_a_link_swapped_under_the_file_door_leads_nowhere_else(besieged: Running, place: Path) -> None:
+    place.chmod(0o755)
+    (place / "name").write_text("the host's")
+    (place / "name").chmod(0o644)
+
+    async def race(client: SandboxClient) -> None:
+        async with await client.open_session(f"racer-{time.monotonic_ns()}") as session:
+            code = """
+import os, threading, time
+os.mkdir("real")
+open("real/name", "w").write("mine")
+os.symlink("real", "swap")
+os.symlink(PLACE, "evil")
+def swap():
+    while True:
+        for target in ("evil", "real"):
+            os.symlink(target, "next")
+            os.rename("next", "swap")
+        time.sleep(0.0005)  # the same interpreter has to answer
+threading.Thread(target=swap, daemon=True).start()"""
+            await session.exec(f"PLACE = {str(place)!r}{code}")
+            seen = set()
+            for number in range(20):
+                with contextlib.suppress(RequestRefused):
+                    seen.add(await session.read_file("swap/name"))
+                with contextlib.suppress(RequestRefused):
+                    await session.write_file(f"swap/new-{number}", b"evil")
+            assert seen == {b"mine"}
+        assert [entry.name for entry in place.iterdir()] == ["name"]
+
+    refused_or(besieged, race)
 
 
 @pytest.mark.parametrize(
@@ -206,7 +242,7 @@ def test_the_file_door_leads_nowhere_that_the_program_could_not_go(jailed: Runni
         "import os; os.abort()",
     ],
 )
-def test_a_forged_or_broken_line_to_the_server_costs_only_the_forger(jailed: Running, forgery: str) -> None:
+def test_a_forged_or_broken_line_to_the_server_costs_only_the_forger(besieged: Running, forgery: str) -> None:
     async def forge(client: SandboxClient) -> None:
         async with await client.open_session("honest", "counting") as honest:
             async with await client.open_session(f"forger-{time.monotonic_ns()}") as forger:
@@ -218,10 +254,10 @@ def test_a_forged_or_broken_line_to_the_server_costs_only_the_forger(jailed: Run
                 assert lost.value.caused_by_program
             assert (await honest.call("add", {"amount": 2})).outcome is Outcome.OK
 
-    refused_or(jailed, forge)
+    refused_or(besieged, forge)
 
 
-def test_a_copy_of_the_program_does_not_answer_in_its_place(jailed: Running) -> None:
+def test_a_copy_of_the_program_does_not_answer_in_its_place(besieged: Running) -> None:
     async def fork(client: SandboxClient) -> None:
         async with await client.open_session("forker") as session:
             code = "import os, sys\npid = os.fork()\nprint('child' if pid == 0 else 'parent', flush=True)\n"
@@ -230,7 +266,7 @@ def test_a_copy_of_the_program_does_not_answer_in_its_place(jailed: Running) -> 
             assert (result.value, sorted(result.stdout.split())) == ("5", ["child", "parent"])
             assert (await session.exec("6 * 7")).value == "42"
 
-    refused_or(jailed, fork)
+    refused_or(besieged, fork)
 
 
 def test_a_fork_bomb_leaves_the_neighbour_working(jailed: Running) -> None:
@@ -243,6 +279,41 @@ def test_a_fork_bomb_leaves_the_neighbour_working(jailed: Running) -> None:
     refused_or(jailed, bomb)
 
 
+def _setting(name: str, default: int) -> int:
+    path = Path("/proc/sys", name)
+    return int(path.read_text()) if path.exists() else default
+
+
+_DOORS: dict[str, Callable[[], bool]] = {  # what some kernels close to every ordinary user
+    "io_uring": lambda: _setting("kernel/io_uring_disabled", 2) == 0,
+    "userfaultfd": lambda: Path("/proc/sys/vm/unprivileged_userfaultfd").exists(),
+}
+
+
+@contextlib.contextmanager
+def _victim(secret: str) -> Iterator[int]:
+    """A process of the ordinary user, with something in its environment."""
+    words = ["setpriv", f"--reuid={ORDINARY_UID}", f"--regid={ORDINARY_UID}", "--clear-groups", "sleep", "600"]
+    process = subprocess.Popen(words, env={"PATH": os.environ["PATH"], "SECRET": secret})
+    try:
+        yield process.pid
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_descriptor_that_was_left_open_would_be_found() -> None:
+    """No server here leaves one, locked or not: so the payload is shown one by hand."""
+    code = next(attack.code for attack in ATTACKS if attack.name == "inherited descriptors")
+    body, last = ast.parse(code).body[:-1], ast.parse(code).body[-1]
+    script = ast.unparse(ast.Module([*body, ast.parse(f"print({ast.unparse(last)})").body[0]], []))
+    with open("/dev/null") as left, socket.socket() as line:  # noqa: PTH123
+        done = subprocess.run(
+            [sys.executable, "-c", script], pass_fds=(left.fileno(), line.fileno()), capture_output=True, text=True, check=True
+        )
+        assert f"{left.fileno()} 20000" in done.stdout
+
+
 def test_the_payloads_do_get_through_where_nothing_is_locked(start: Start, place: Path) -> None:
     """Otherwise a payload that is itself broken would count as an attack stopped."""
     if not IS_ROOT:
@@ -253,11 +324,14 @@ def test_the_payloads_do_get_through_where_nothing_is_locked(start: Start, place
     harmless_here = (
         *("memory of one process", "host files", "network", "proc and sys", "privileges", "links out", "link races"),
         *("neighbours", "memory of others", "memfd execution", "keyrings", "devices", "tar bomb"),
-        *("thread bomb", "limits of others"),
+        *("thread bomb", "limits of others", "ptrace", "server environment"),
+        *(name for name, open_ in _DOORS.items() if open_()),
     )
-    with bait(running, place) as facts:
+    with bait(running, place) as facts, _victim(facts["canary"]) as victim:
         for attack in ATTACKS:
             if attack.name in harmless_here:  # to others: not the ones that fill disks, stop servers or set clocks
+                if attack.name == "ptrace":  # who is traced is stopped
+                    facts["pids"] = [victim]
                 result = ask(running, lambda client, attack=attack: strike(client, attack, facts))
                 assert result.value not in (None, "''"), f"{attack.name} reached nothing on an open host: {result}"
 

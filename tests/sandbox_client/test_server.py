@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import inspect
 import json
 import os
 import shutil
@@ -16,10 +17,11 @@ from typing import Any
 
 import aiohttp
 import pytest
-from conftest import Start, ask
-from launching import IS_ROOT, Running, command, descendants, environment, processes_with, refused, serving
+from conftest import Start, ask, raw
+from launching import IS_ROOT, Running, command, descendants, environment, refused, serving
+from marked import processes_with
 
-from sandbox_client import CodeRefused, Outcome, SandboxClient, wire
+from sandbox_client import CodeRefused, Outcome, RequestRefused, SandboxClient, Session, wire
 from sandbox_client.groups import Limits
 from sandbox_client.server import _arguments
 
@@ -71,10 +73,33 @@ def test_the_quotas_are_those_that_were_promised() -> None:
     assert (options.session_idle_s, options.session_life_s, options.min_isolation) == (600.0, 3600.0, "L2")
     assert (limits.memory_bytes, limits.disk_bytes, limits.inodes) == (512 * mib, 128 * mib, 4096)
     assert (limits.processes, limits.file_bytes) == (64, 64 * mib)
+    runs = inspect.signature(SandboxClient.run_code).parameters, inspect.signature(Session.exec).parameters
+    assert [parameters["timeout_s"].default for parameters in runs] == [10.0, 10.0]  # wall; a run's CPU is bounded by it
+    assert (options.max_timeout_s, limits.cpu_s) == (600.0, 600)  # of a session's process, over its whole life
     kept, moved = (wire.EXEC_OUTPUT_BYTES, wire.RUN_OUTPUT_BYTES), (wire.REQUEST_MAX_BYTES, wire.FILE_MAX_BYTES)
     assert kept == (64 << 10, mib) and moved == (mib, 16 * mib)
     assert wire.CLIENT_KEEP_ALIVE_S < wire.SERVER_KEEP_ALIVE_S
     assert 0 < wire.KILL_MARGIN_S < wire.CLIENT_MARGIN_S
+
+
+def test_an_operator_bounds_what_callers_may_ask_for_and_a_run_s_cpu_follows_its_time(place: Path) -> None:
+    with serving(place, "--code=auto", "--max-timeout-s=3", "--warm=2", user="root" if IS_ROOT else "ordinary") as running:
+        if not running.ready["code"]:
+            pytest.skip(f"no jail here: {running.ready['reason']}")
+
+        async def use(client: SandboxClient) -> None:
+            with pytest.raises(RequestRefused, match="at most 3 "):
+                await client.run_code("1", timeout_s=4)
+            limits = "import resource; print(resource.getrlimit(resource.RLIMIT_CPU))"
+            assert (await client.run_code(limits, timeout_s=2)).stdout == "(3, 4)\n"
+            async with await client.open_session("short") as session:
+                with pytest.raises(RequestRefused, match="at most 3 "):
+                    await session.exec("1", timeout_s=4)
+                assert (await session.exec(limits, timeout_s=2)).stdout == "(600, 600)\n"
+
+        ask(running, use)
+        done = asyncio.run(raw(running, "POST", "/run_code", {"code": "print(1)", "language": "python"}))[1]
+        assert done["run_result"]["stdout"] == "1\n"  # what names no limit of its own has none that is too long
 
 
 def test_a_host_without_namespaces_gives_l1_when_it_is_asked_for(start: Start) -> None:
@@ -219,7 +244,7 @@ def test_sigkill_of_the_server_takes_every_program_with_it(place: Path) -> None:
     user = "root" if IS_ROOT else "ordinary"
     with serving(place, "--code=auto", user=user) as running:
         if not running.ready["code"]:
-            pytest.skip("no jail here")
+            pytest.skip(f"no jail here: {running.ready['reason']}")
         mark = f"{time.monotonic_ns() % 10**9 + 10**6}.75"
 
         async def start_one(client: SandboxClient) -> None:
@@ -240,7 +265,7 @@ def test_sigkill_of_the_server_takes_every_program_with_it(place: Path) -> None:
 def test_a_server_that_has_lost_its_zygote_ends_and_says_so(place: Path) -> None:
     with serving(place, "--code=auto", user="root" if IS_ROOT else "ordinary", code=3) as running:
         if not running.ready["code"]:
-            pytest.skip("no jail here")
+            pytest.skip(f"no jail here: {running.ready['reason']}")
         family = descendants(running.ready["pid"])
         zygote = next(pid for pid in family[1:] if len(descendants(pid)) > 4)
         for child in descendants(zygote):
