@@ -24,6 +24,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 STORIES = ("train", "finetune")
@@ -229,10 +230,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        evaluates = command in ("eval", "eval follow")
-        kept = "the last checkpoint" if command in STORIES else "the episodes that are kept" if evaluates else ""
-        print(f"stopped; the same command goes on from {kept}" if kept else "stopped", file=sys.stderr)
+        print(f"stopped{_goes_on(command, options.get('workdir', ''))}", file=sys.stderr)
         return 130
+
+
+def _goes_on(command: str, workdir: str) -> str:
+    """What becomes of a command that Ctrl-C has stopped."""
+    if command in ("eval", "eval follow"):
+        return "; the same command goes on from the episodes that are kept"
+    if command not in STORIES:
+        return ""
+    saved = [int(path.name) for path in Path(workdir, "checkpoints").glob("*") if path.name.isdecimal()]  # whole ones
+    if not saved:
+        return " before anything was saved; the same command begins anew"
+    return f"; the same command goes on from the last checkpoint, step {max(saved)}"
 
 
 def call(command: str, home: Any, overrides: Sequence[str], options: dict[str, Any]) -> int:
