@@ -89,7 +89,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 def server(runs: list[Path]) -> Iterator[LiveServer]:
     with LiveServer(runs) as running:
         running.index.update()
-        threading.Thread(target=running.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        threading.Thread(target=running.serve_forever, kwargs={"poll_interval": 0.2}, daemon=True).start()
         yield running
         running.shutdown()
 
@@ -231,7 +231,7 @@ def test_light_and_dark_differ_and_both_can_be_read_on_any_screen(live: Page) ->
 def test_a_step_that_is_written_appears_and_what_is_open_stays(page: Page, tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", PER_STEP, PER_STEP)
     with LiveServer([run]) as running:
-        threading.Thread(target=running.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        threading.Thread(target=running.serve_forever, kwargs={"poll_interval": 0.2}, daemon=True).start()
         running.index.update()
         page.open(running.address, f"document.body.dataset.episodes == {PER_STEP}")
         page("document.querySelector('#browse').scrollIntoView({behavior: 'instant'})")
