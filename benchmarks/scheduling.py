@@ -385,8 +385,8 @@ def main() -> None:
             runs = [without_the_last(replace(shape, seed=seed), 256, min_group) for seed in range(options.seeds)]
             mean = {key: sum(run[key] for run in runs) / len(runs) for key in runs[0]}
             every = every or mean["s"]
-            cells = f"{mean['s']:.0f}", f"{every / mean['s']:.2f}", f"{mean['dropped']:.3f}", f"{mean['turns']:.3f}"
-            tables.row(name, min_group or "all", *cells)
+            shares = f"{every / mean['s']:.2f}", f"{mean['dropped']:.3f}", f"{mean['turns']:.3f}"
+            tables.row(name, min_group or "all", f"{mean['s']:.0f}", *shares)
     tables.note(f"\n{time.process_time() - began:.0f} CPU-s")
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -162,7 +161,7 @@ def test_a_call_is_sent_before_the_last_is_read_only_where_both_find_pages_that_
     assert table.ample()
     younger.tokens = [1] * 12
     assert not table.ample()
-    younger.request = replace(younger.request, sampling=Sampling(max_tokens=16))  # nothing behind the call under way
+    younger.request = ask("younger", tuple(range(5)), budget=16)  # nothing behind the call under way
     assert not table.ample()
     younger.tokens = [1] * 4
     assert table.ample()
