@@ -2,8 +2,8 @@
 
 jaxagent env install textworld; jaxagent train --config=configs/textworld_coins.py --workdir=DIR
 
-Chains of rooms, with and without dead ends beside them. Three times in ten the walks that are shown go another way than the right
-one, back or into a dead end, and return. Not to go back, and into no dead end twice, is left to reinforcement.
+Chains of rooms, with and without dead ends beside them. Three times in ten the walks that are shown go another way than the
+right one, back or into a dead end, and return. Not to go back, and into no dead end twice, is left to reinforcement.
 """
 
 from base import get_config as base
@@ -15,15 +15,9 @@ def get_config(arg: str = "") -> ConfigDict:
     c = base()
     c.env.name = "textworld"
     # 1 to 100: chains of as many rooms; 101 to 200: as many, each with a dead end beside it. Held out are longer ones.
-    options = {
-        "kind": "coins",
-        "levels": (6, 103, 7, 104),
-        "held_out": (105, 8),
-        "games": 512,
-        "told": ("brief",),
-        "rules": False,
-    }
-    c.env.options = ConfigDict({**options, "shown": (4, 8, 103, 104, 105), "demo_slips": 0.3})
+    levels = {"demo": (4, 8, 103, 104, 105), "train": (6, 103, 7, 104), "held_out": (105, 8)}
+    options = {"kind": "coins", "levels": levels, "games": 512, "told": ("brief",), "demo_slips": 0.3, "rules": False}
+    c.env.options = ConfigDict(options)
 
     c.model.width, c.model.layers, c.model.heads, c.model.ffn_width = 64, 3, 2, 128
     c.model.tied_head = False
@@ -40,7 +34,7 @@ def get_config(arg: str = "") -> ConfigDict:
     c.learner.batch_rows = 8
     c.learner.row_tokens = 320
 
-    c.algo.name = "gigpo"  # what is done in a room is compared with what else was done in it
+    c.algo.name = "grpo"
     c.algo.aggregate = "token_mean"
     c.algo.clip_high = 0.28
     c.optimizer.lr = 1e-3
@@ -50,8 +44,8 @@ def get_config(arg: str = "") -> ConfigDict:
     c.train.minibatches = 2
     c.feed.prompts = 8
     c.feed.rollouts = 8
-    c.warmup.steps = 150
-    c.warmup.demos = 512  # two walks through each of 256 games, each shown about five times: many times are learnt by heart
+    c.warmup.steps = 400
+    c.warmup.demos = 1536  # six walks through each of 256 games, each shown about four times
     c.warmup.batch = 16
     c.warmup_optimizer.lr = 5e-3
     c.warmup_optimizer.warmup_steps = 20
@@ -60,7 +54,7 @@ def get_config(arg: str = "") -> ConfigDict:
     c.evaluate.final_tasks = 128
 
     if arg == "runlocal":
-        c.env.options.levels, c.env.options.held_out, c.env.options.shown = (2, 102), (3, 103), (2, 102)
+        c.env.options.levels = ConfigDict({"train": (2, 102), "held_out": (3, 103)})
         c.model.layers, c.agent.max_turns = 2, 6
         c.agent.max_tokens = c.engine.slot_tokens = c.engine.chunk = c.learner.row_tokens = 160
         c.warmup.steps, c.warmup.demos, c.warmup.batch = 4, 4, 4

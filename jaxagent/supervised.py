@@ -29,8 +29,8 @@ def warmup_optimizer(lr: float = 3e-3, lr_final: float = 3e-4, warmup_steps: int
 def demonstrations(world: World, count: int, seed: int) -> list[list[Message]]:
     """`count` dialogues of the world's demonstrator, on tasks that are neither trained on nor tested."""
     rng = random.Random(f"{seed}/demonstrations")
-    first = seed * count
-    return [world.demonstrate(world.task("demo", first + i), rng) for i in range(count)]
+    first, games = seed * count, getattr(world, "sizes", {}).get("demo") or (seed + 1) * count
+    return [world.demonstrate(world.task("demo", (first + i) % games), rng) for i in range(count)]
 
 
 def supervised_row(template: Template, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> Row:

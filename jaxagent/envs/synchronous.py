@@ -237,6 +237,7 @@ class Served:
             confined=library.confined,
         )
         self.sizes: dict[str, int] = {}  # of splits that are not without end
+        self.guide: Callable[[list[Any], random.Random], Callable[[str], Any]] = in_turn  # how demonstrators follow an oracle
         self.examples: tuple[str, ...] = ()  # actions, for a checker that has no demonstrations
         self._pool: Pool | None = None
 
@@ -281,10 +282,11 @@ class Shown(Served):
             pool.give_back(place)
         return messages
 
-    def guide(self, actions: list[Any], rng: random.Random) -> Callable[[str], Any]:
-        """From what the world says to the demonstrator's next action, None at the end: the oracle's, one after the other."""
-        left = iter(actions)
-        return lambda text: next(left, None)
+
+def in_turn(actions: list[Any], rng: random.Random) -> Callable[[str], Any]:
+    """From what the world says to the demonstrator's next action, None at the end: the oracle's, one after the other."""
+    left = iter(actions)
+    return lambda text: next(left, None)
 
 
 def spoken(action: Any) -> Message:

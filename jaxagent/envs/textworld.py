@@ -16,32 +16,25 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from jaxagent.envs.env import Task
 from jaxagent.envs.synchronous import Shown
 
 KINDS = ("coins", "quest")
+USES = {"train": "train", "demo": "demo", "valid": "held_out", "test": "held_out"}
 BACK = {"e": "w", "w": "e", "n": "s", "s": "n"}
 RULES = "You play a text adventure. Answer with one command, as in: go east; open chest; take key; unlock door with key."
-
-
-class TextWorld(Shown):
-    slips, moves = 0.0, 0
-
-    def task(self, split: str, index: int) -> Task:
-        return super().task(split, index % self.sizes[split])
-
-    def guide(self, actions: list[str], rng: random.Random) -> Callable[[str], str | None]:
-        return Slipping(actions, self.slips, self.moves, rng) if self.slips else super().guide(actions, rng)
 
 
 class Slipping:
     """Follows a walkthrough told in letters, and goes another way now and then, from which it comes back."""
 
-    def __init__(self, actions: list[str], slips: float, moves: int, rng: random.Random):
-        self.left, self.slips, self.moves, self.rng = actions[::-1], slips, moves, rng
+    def __init__(self, actions: list[str], rng: random.Random, slips: float, moves: int = 12):
+        self.left, self.rng, self.slips, self.moves = actions[::-1], rng, slips, moves
 
     def __call__(self, text: str) -> str | None:
         self.moves -= 1
@@ -58,39 +51,37 @@ class Slipping:
 
 def make_world(
     kind: str = "coins",
-    levels: tuple[int, ...] = (1, 2, 3, 4, 5),
-    held_out: tuple[int, ...] = (),
-    shown: tuple[int, ...] = (),
+    levels: Sequence[int] | Mapping[str, Sequence[int]] = (1, 2, 3, 4, 5),
     games: int = 100,
     told: tuple[str, ...] = ("commands",),
     demo_slips: float = 0.0,
-    demo_moves: int = 12,
     rules: bool = True,
     workers: int = 0,
     timeout_s: float = 120.0,
-) -> TextWorld:
+) -> Shown:
     """The world.
 
     Args:
         kind: coins or quest.
-        levels: of the games, in turn; a curriculum is a run with higher ones from the checkpoint of one with lower.
-        held_out: levels of valid and test games where they are others, such as larger ones.
-        shown: levels of the games whose walkthroughs are demonstrated where they are others, such as easier ones.
+        levels: of the games, in turn; a curriculum is a run with higher ones from the checkpoint of one with lower. Or by
+            use: `train`, `demo` and `held_out`, of which the first also stands for what is left out.
         games: of the training split, and half as many of each of the others. More demonstrations than that show a game again.
         told: beside rooms and the goal: `commands`, all that are admissible, after every observation; `hints`, the
             whole way, at the start. Or `brief` alone, for coins: a room is a line, and a command a letter.
-        demo_slips: told in brief, how often the demonstrator goes another way than its walkthrough's; it comes back.
-        demo_moves: after which a demonstrator that slips gives up.
+        demo_slips: told in brief, how often the demonstrator goes another way than its walkthrough's; it comes back, and
+            gives up after twelve moves.
         rules: whether the first observation begins with the rules.
     """
-    levels = tuple(levels)
-    played = {"train": levels, "demo": tuple(shown) or levels, "valid": tuple(held_out) or levels}
-    played["test"] = played["valid"]
+    by_use = getattr(levels, "items", None)  # a ConfigDict is no Mapping
+    given: dict[str, Any] = dict(by_use()) if by_use else {"train": levels}
+    if "train" not in given or not set(given) <= {"train", "demo", "held_out"}:
+        raise ValueError(f"env.options.levels must be levels, or those of train, demo and held_out; got {levels}")
+    played = {split: tuple(given.get(use, given["train"])) for split, use in USES.items()}
     if kind not in KINDS:
         raise ValueError(f"env.options.kind must be one of {', '.join(KINDS)}; got {kind!r}")
-    for name, given in {"levels": levels, "held_out": played["test"], "shown": played["demo"]}.items():
-        if not given or not all(1 <= level <= (300 if kind == "coins" else 30) for level in given):
-            raise ValueError(f"env.options.{name} must be 1 to 300 for coins, 1 to 30 for quest; got {given}")
+    for of in played.values():
+        if not of or not all(1 <= level <= (300 if kind == "coins" else 30) for level in of):
+            raise ValueError(f"env.options.levels must be 1 to 300 for coins, 1 to 30 for quest; got {of}")
     if games < 2:
         raise ValueError(f"env.options.games must be at least 2, got {games}")
 
@@ -108,7 +99,8 @@ def make_world(
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxagent" / "games"
     how = {name: name in told for name in ("hints", "commands", "brief")}
     options = {"kind": kind, **how, "games": str(cache.absolute())}
-    world = TextWorld("textworld", options, describe, rules=RULES * rules, workers=workers, timeout_s=timeout_s)
-    world.slips, world.moves = demo_slips, demo_moves
+    world = Shown("textworld", options, describe, rules=RULES * rules, workers=workers, timeout_s=timeout_s)
+    if demo_slips:
+        world.guide = partial(Slipping, slips=demo_slips)
     world.sizes = {split: games if split == "train" else games // 2 for split in ("train", "demo", "valid", "test")}
     return world

@@ -52,7 +52,7 @@ def test_a_text_adventure_is_won_by_its_walkthrough_and_pays_once(kind: str) -> 
 
 
 def test_told_in_brief_a_room_is_a_line_and_its_letters_win_as_commands_do() -> None:
-    world = made(textworld.make_world, levels=(103,), held_out=(104,), told=("brief",), rules=False)
+    world = made(textworld.make_world, levels={"train": (103,), "held_out": (104,)}, told=("brief",), rules=False)
     assert [world.task(split, 0)["level"] for split in ("train", "demo", "valid", "test")] == [103, 103, 104, 104]
     way = demonstrated(world, 0)
     assert (len(way), way[-1], set(way[:-1]) <= set("ensw")) == (3, "t", True)
@@ -67,13 +67,13 @@ def test_told_in_brief_a_room_is_a_line_and_its_letters_win_as_commands_do() -> 
 
 
 def test_a_demonstrator_that_slips_goes_other_ways_and_comes_back_to_its_walkthrough() -> None:
-    options = {"levels": (103,), "shown": (105,), "told": ("brief",), "rules": False, "demo_moves": 40}
+    options: dict[str, Any] = {"levels": {"train": (103,), "demo": (103,)}, "told": ("brief",), "rules": False}
     straight, slipping = (made(textworld.make_world, **options, demo_slips=slips) for slips in (0.0, 0.5))
     task = slipping.task("demo", 0)
     way = demonstrated(straight, 0)
     walks = [slipping.demonstrate(task, random.Random(seed)) for seed in range(4)]
-    assert (len(way), task["level"]) == (5, 105)
-    assert (slipping.task("demo", 50), slipping.task("demo", 49) != task) == (task, True)  # half of a hundred games
+    assert len(way) == 3
+    ended = 0
     for messages in walks:
         rooms = [message.content.split()[-1] for message in messages if message.role == "user"]
         walk = [message.content for message in messages if message.role == "assistant"]
@@ -84,12 +84,13 @@ def test_a_demonstrator_that_slips_goes_other_ways_and_comes_back_to_its_walkthr
                 kept.pop()
             else:
                 kept.append(letter)
-        assert kept == way
-    assert max(map(len, walks)) > 2 * len(way)
+        assert kept == way[: len(kept)] or len(walk) == 12  # gave up
+        ended += kept == way
+    assert (ended > 0, max(map(len, walks)) > 2 * len(way)) == (True, True)
 
 
 def test_a_demonstrator_that_slips_gives_up_after_its_moves() -> None:
-    guide = textworld.Slipping(["e", "t"], slips=0.0, moves=1, rng=random.Random(0))
+    guide = textworld.Slipping(["e", "t"], random.Random(0), slips=0.0, moves=1)
     assert [guide("attic e"), guide("cellar tw")] == ["e", None]
 
 
@@ -108,11 +109,11 @@ def test_commands_that_end_the_machine_or_write_files_are_no_moves() -> None:
     [
         ({"kind": "maze"}, "kind must be"),
         ({"levels": (0,)}, "levels must be"),
-        ({"held_out": (301,)}, "held_out must be"),
+        ({"levels": {"train": (1,), "held_out": (301,)}}, "levels must be"),
+        ({"levels": {"demo": (1,)}}, "levels must be"),
         ({"games": 1}, "games must be"),
         ({"kind": "quest", "told": ("brief",)}, "told must be"),
         ({"told": ("brief", "hints")}, "told must be"),
-        ({"shown": (301,)}, "shown must be"),
         ({"told": ("brief",), "demo_slips": 1.0}, "demo_slips must be"),
         ({"demo_slips": 0.3}, "demo_slips must be"),
     ],
