@@ -120,9 +120,9 @@ class Store:
         found = []
         for row in rows:
             about, _, path = row.partition(b"\t")
-            mode, _, name, size = about.split()
-            if mode.decode() in _PLAIN and int(size) <= MAX_FILE_BYTES:
-                found.append((path, name, int(size)))
+            mode, _, name, told_size = about.split()
+            if mode.decode() in _PLAIN and int(told_size) <= MAX_FILE_BYTES:
+                found.append((path, name, int(told_size)))
         told = self.git("cat-file", "--batch", given=b"".join(name + b"\n" for _, name, _ in found))
         texts, at = {}, 0
         for path, _, size in found:
@@ -197,20 +197,21 @@ def _smith(row: dict[str, Any], store: Store) -> Case:
 
 
 def _gym(row: dict[str, Any], store: Store) -> Case:
-    name = _hash(row, "commit_hash")
-    commit = _in("commit_hash", store.commit, f"{name}^")
-    broken, fixed = store.tree(commit), store.tree(_in("commit_hash", store.commit, name))
+    right = _hash(row, "commit_hash")
+    commit = _in("commit_hash", store.commit, f"{right}^")
+    broken, fixed = store.tree(commit), store.tree(_in("commit_hash", store.commit, right))
     own = [path for path in _in("commit_hash", store.changed, broken, fixed) if is_test(path)]
     ran = _json(row, "execution_result_content", dict) if row.get("execution_result_content") else {}
-    more = dict(zip(*(_json({k: ran.get(k) or []}, k, list) for k in ("test_file_names", "test_file_codes")), strict=False))
-    if strange := [name for name in more if not re.fullmatch(r"\w[\w.-]*", name)]:
-        raise ValueError(f"execution_result_content: names of test files are wanted, got {strange[0]!r:.100}")
+    names, codes = (_json({key: ran.get(key) or []}, key, list) for key in ("test_file_names", "test_file_codes"))
+    if len(names) != len(codes) or (strange := [name for name in names if not re.fullmatch(r"\w[\w.-]*", name)]):
+        said = f"{strange[0]!r:.100}" if len(names) == len(codes) else f"{len(names)} names of {len(codes)} files"
+        raise ValueError(f"execution_result_content: names of test files are wanted, got {said}")
     wanted = [test.split(" - ")[0] for test, said in _json(row, "expected_output_json", dict).items() if said == "PASSED"]
     passed = re.findall(r"^PASSED [^:\s]+::(.+?)\s*$", str(ran.get("old_commit_res_stdout") or ""), re.MULTILINE)
     before = {test.replace("::", ".") for test in passed}
     fails, passes = [test for test in wanted if test not in before], [test for test in wanted if test in before]
-    tests = {f"{_R2E_TESTS}/{name}": code for name, code in more.items()}
-    return Case(f"{_text(row, 'repo_name')}__{name[:12]}", commit, broken, fixed, fixed, own, fails, passes, tests)
+    tests = {f"{_R2E_TESTS}/{name}": code for name, code in zip(names, codes, strict=True)}
+    return Case(f"{_text(row, 'repo_name')}__{right[:12]}", commit, broken, fixed, fixed, own, fails, passes, tests)
 
 
 def _hash(row: dict[str, Any], key: str) -> str:
