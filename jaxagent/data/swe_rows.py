@@ -80,12 +80,12 @@ class Store:
     def head(self) -> str:
         """The commit that the clone's HEAD names."""
         said = (self.place / "HEAD").read_text(errors="replace").strip()
-        if not said.startswith("ref: "):
-            return self.commit(said)
-        loose, packed = self.place / said[5:], self.place / "packed-refs"
-        lines = packed.read_text(errors="replace").splitlines() if packed.is_file() else []
-        named = [line.split(" ")[0] for line in lines if line.endswith(f" {said[5:]}")]
-        name = loose.read_text(errors="replace").strip() if ".." not in said and loose.is_file() else "".join(named[:1])
+        name = said
+        if said.startswith("ref: "):
+            loose, packed = self.place / said[5:], self.place / "packed-refs"
+            lines = packed.read_text(errors="replace").splitlines() if packed.is_file() else []
+            named = [line.split(" ")[0] for line in lines if line.endswith(f" {said[5:]}")]
+            name = loose.read_text(errors="replace").strip() if ".." not in said and loose.is_file() else "".join(named[:1])
         return self.commit(name if re.fullmatch("[0-9a-f]{40}", name) else "HEAD")
 
     def tree(self, commit: str) -> str:
@@ -98,9 +98,8 @@ class Store:
         if not patch.strip():
             return tree
         self.git("read-tree", tree)
-        self.git(
-            "apply", "--cached", "--whitespace=nowarn", "-", given=(patch if patch.endswith("\n") else patch + "\n").encode()
-        )
+        whole = patch if patch.endswith("\n") else f"{patch}\n"
+        self.git("apply", "--cached", "--whitespace=nowarn", "-", given=whole.encode())
         return self.git("write-tree").decode().strip()
 
     def changed(self, before: str, after: str) -> list[str]:
@@ -156,10 +155,9 @@ def _text(row: dict[str, Any], key: str) -> str:
 
 def _json(row: dict[str, Any], key: str, kind: type) -> Any:
     """A list or object, given as such or as a JSON text."""
-    try:
+    value: Any = None
+    with contextlib.suppress(ValueError, RecursionError):
         value = json.loads(row[key]) if isinstance(row.get(key), str) else row.get(key)
-    except (ValueError, RecursionError):
-        value = None
     if not isinstance(value, kind) or not all(isinstance(one, str) for one in (value if kind is list else ())):
         raise ValueError(f"{key}: {'a list of names' if kind is list else 'an object'} is wanted, or its JSON text")
     return value

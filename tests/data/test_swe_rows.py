@@ -66,11 +66,6 @@ def added(path: str, mode: str = "100644", text: str = "x") -> str:
     return f"{head}@@ -0,0 +1 @@\n+{text}\n"
 
 
-BINARY = (
-    "diff --git a/b.dat b/b.dat\nnew file mode 100644\nindex 0000000..ce542ef\nGIT binary patch\nliteral 2\nJcmezW00962\n\n"
-)
-
-
 @pytest.mark.parametrize(
     ("change", "said"),
     [
