@@ -153,7 +153,7 @@ def _text(row: dict[str, Any], key: str) -> str:
     return value
 
 
-def _json(row: dict[str, Any], key: str, kind: type) -> Any:
+def _json(row: dict[str, Any], key: str, kind: Any) -> Any:
     """A list or object, given as such or as a JSON text."""
     value: Any = None
     with contextlib.suppress(ValueError, RecursionError):
