@@ -13,6 +13,7 @@ jaxagent replay   RUN --step=N [--tolerance=1e-4]
 jaxagent export   --workdir=DIR --to=DIR [--dtype=float32] [--adapter]
 jaxagent env      list | install NAME [--python=PATH] | check NAME | check --config=FILE[:ARG] [--config.KEY=VALUE ...]
 jaxagent swe      --source SDIST|NAME==VERSION|LIST.txt ... --to=FILE [--count=N] [--seed=S] [--processes=P]
+jaxagent swe      --rows=FILE --repositories=DIR --to=FILE
 jaxagent retrieve --corpus=FILE [--port=8000] [--index=DIR]
 """
 
@@ -102,7 +103,10 @@ def parser() -> argparse.ArgumentParser:
     _add_env(commands.add_parser("env", help="worlds: which there are, what they need, whether they keep the contract"))
     swe = commands.add_parser("swe", help="makes tasks of repair from packages with tests; runs the packages' code")
     places = "directories, sdists, NAME==VERSION to fetch one beside the task file, or .txt files with one of these a line"
-    swe.add_argument("--source", required=True, nargs="+", help=places)
+    made_of = swe.add_mutually_exclusive_group(required=True)
+    made_of.add_argument("--source", default=(), nargs="+", help=places)
+    made_of.add_argument("--rows", default="", help="rows of SWE-bench, SWE-Gym, SWE-smith or R2E-Gym, whose code does not run")
+    swe.add_argument("--repositories", default="", metavar="DIR", help="with --rows: where clones of their repositories are")
     swe.add_argument("--to", required=True, help="the task file, JSONL")
     swe.add_argument("--count", type=count, default=100, help="tasks of each source at most")
     swe.add_argument("--seed", type=int, default=0, help="of the order in which bugs are tried")

@@ -15,7 +15,8 @@ from pathlib import Path
 MAX_FILE_BYTES = 256 << 10
 _FETCH_S = 600.0
 _PINNED = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*==[^\s/]+")
-_ASIDE = ("docs", "doc", "benchmarks", "examples")  # folders at the top that neither tests nor repairs need
+ASIDE = ("docs", "doc", "benchmarks", "examples")  # folders at the top that neither tests nor repairs need
+BUILDS = ("setup.py", "noxfile.py", "conf.py")  # programs that are no part of a package
 
 
 @dataclass(frozen=True)
@@ -92,15 +93,20 @@ def read_package(source: Path) -> Package:
     tests = tuple(path for path in python if is_test(path))
     if not any(Path(path).name.startswith("test") or path.endswith("_test.py") for path in tests):
         raise ValueError(f"{source}: no tests in it (test_*.py, or a folder tests); take the sdist, not the wheel")
-    top = [path for path in python if path not in tests and Path(path).name not in ("setup.py", "noxfile.py", "conf.py")]
-    homes = {path.removeprefix("src/").partition("/")[0] for path in top if path.endswith("/__init__.py")}
-    single = {Path(path).stem for path in top if "/" not in path.removeprefix("src/")}
-    names = sorted(homes or single, key=lambda name: -sum(p.removeprefix("src/").startswith(name) for p in top))
-    if not names:
+    top = [path for path in python if path not in tests and Path(path).name not in BUILDS]
+    if not (name := largest(top)):
         raise ValueError(f"{source}: no package and no module in it")
-    name = names[0]
     own = tuple(p for p in top if p.removeprefix("src/").startswith(f"{name}/") or p.removeprefix("src/") == f"{name}.py")
     return Package(name, files, tests, own)
+
+
+def largest(paths: Sequence[str]) -> str:
+    """The name of the package, or else the module, that most of the sources belong to; empty where there is none."""
+    homes = {path.removeprefix("src/").partition("/")[0] for path in paths if path.endswith("/__init__.py")}
+    single = {Path(path).stem for path in paths if "/" not in path.removeprefix("src/")}
+    return min(
+        sorted(homes or single), key=lambda name: -sum(p.removeprefix("src/").startswith(name) for p in paths), default=""
+    )
 
 
 def _texts(source: Path) -> dict[str, str]:
@@ -111,7 +117,7 @@ def _texts(source: Path) -> dict[str, str]:
         parts = path.relative_to(source).parts
         if not path.is_file() or any(part.startswith(".") or part in ("__pycache__", "build", "dist") for part in parts):
             continue
-        if path.stat().st_size <= MAX_FILE_BYTES and (prefix or parts[0] not in _ASIDE):
+        if path.stat().st_size <= MAX_FILE_BYTES and (prefix or parts[0] not in ASIDE):
             with contextlib.suppress(UnicodeDecodeError):
                 files[prefix + "/".join(parts)] = path.read_bytes().decode()
     return files

@@ -31,6 +31,7 @@ from typing import Any
 
 from jaxagent.data.mutants import Mutant, mutants, patch
 from jaxagent.data.packages import Package, fetch, listed, read_package
+from jaxagent.data.swe_rows import convert
 from jaxagent.data.trials import Outcomes, Run, Runner, Seen, touching
 
 _STATEMENT_LINES = 12
@@ -166,8 +167,14 @@ def _all(sources: Sequence[str], work: Any, processes: int) -> Iterator[Made | s
             raise ValueError("a package's process was killed, maybe for want of memory: fewer --processes need less") from None
 
 
-def swe(source: Sequence[str], to: str, count: int, seed: int, timeout_s: float, processes: int) -> int:
-    """The command. Its file is the same for any number of processes. Raises ValueError where no source makes a task."""
+def swe(
+    source: Sequence[str], to: str, count: int, seed: int, timeout_s: float, processes: int, rows: str, repositories: str
+) -> int:
+    """The command. Its file is the same for any number of processes. Raises ValueError where no source or row makes a task."""
+    if bool(rows) != bool(repositories):
+        raise ValueError("--rows and --repositories belong together: rows name commits, which are read from clones")
+    if rows:
+        return convert(rows, repositories, to)
     work = partial(_made, folder=Path(to).parent / "sdists", count=count, seed=seed, timeout_s=timeout_s)
     done: list[Made] = []
     faults: list[str] = []

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -184,3 +188,36 @@ def test_an_address_where_nobody_is_and_a_field_that_is_not_there_are_told() -> 
     for options, named in (({"url": "ws://x"}, "url"), ({"url": "http://x", "timeout_s": 0.0}, "timeout_s")):
         with pytest.raises(ValueError, match=rf"env\.options\.{named} must be"):
             OpenEnv(**options)
+
+
+def test_the_library_itself_serves_episodes_that_are_played_to_their_rewards(tmp_path: Path) -> None:
+    """OPENENV_PYTHON names the interpreter of an environment with openenv-core, where this one has none."""
+    python = os.environ.get("OPENENV_PYTHON", sys.executable)
+    looks = "import importlib.util, sys; sys.exit(not importlib.util.find_spec('openenv'))"
+    if subprocess.run([python, "-c", looks], check=False).returncode:
+        pytest.skip(f"{python} has no openenv-core; OPENENV_PYTHON may name one that has")
+    variables = {**os.environ, "HOME": str(tmp_path)}
+    program = [python, str(Path(__file__).with_name("openenv_counting.py"))]
+    with subprocess.Popen(program, stdout=subprocess.PIPE, text=True, env=variables, cwd=tmp_path) as server:
+        try:
+            assert server.stdout
+            url = f"http://127.0.0.1:{int(server.stdout.readline())}"
+
+            async def play() -> None:
+                world = OpenEnv(url, field="message", shows="text")
+                tasks = [world.task("train", index) for index in range(2)]
+                games = (episode(world, task, script(TEMPLATE, said("up"))) for task in tasks)
+                for task, (row,) in zip(tasks, await asyncio.gather(*games), strict=True):
+                    assert (row.stop, row.reward, len(row.turns)) == (StopReason.ENV_TERMINATED, 1.0, 3), row.error
+                    first = f"count 0, seed {task['seed']}"
+                    assert [turn.state for turn in row.turns] == [first, "count 1, up", "count 2, up"]
+                env = OpenEnv(url).episode("e", None)
+                await env.reset({"seed": 1}, 1)
+                refused, heard = await env.step(said('{"massage": 1}')), await env.step(said('{"message": "on"}'))
+                assert refused.reason == "refused" and "error: " in str(refused.messages[0].content)
+                assert "count 1, on" in str(heard.messages[0].content)
+                await env.close()
+
+            asyncio.run(play())
+        finally:
+            server.kill()

@@ -21,6 +21,7 @@ from jaxagent.chat.plain import PlainTemplate
 from jaxagent.data.mutants import mutants
 from jaxagent.data.packages import Package
 from jaxagent.data.swe import row_of
+from jaxagent.data.swe_rows import Store, clone_of, played
 from jaxagent.data.trials import Outcomes
 from jaxagent.envs.swe import Swe
 from jaxagent.types import Message, Sampling, StopReason, ToolCall, Trajectory
@@ -28,6 +29,7 @@ from sandbox_client import EmbeddedServer, SandboxClient, SandboxStartError
 
 sys.path.append(str(Path(__file__).parents[1] / "data"))
 from package_with_tests import FILES
+from rows_of_others import NEW, RIGHT, STEP, make
 
 PLAIN = PlainTemplate()
 WALK, TEST = "src/pathlen/walk.py", "tests/test_walk.py"
@@ -207,3 +209,31 @@ def test_a_program_that_ends_its_session_does_not_end_the_episode_without_a_rewa
     assert row.stop is StopReason.ANSWERED and row.outcome == 0.0, row.error
     assert "ended its session" in row.turns[-1].reason
     assert [record.outcome for turn in row.turns for record in turn.tools] == ["ok", "error", "error"]
+
+
+@pytest.fixture(scope="module")
+def others(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A row of SWE-bench whose fix brings a file, as `swe` plays it."""
+    folder = tmp_path_factory.mktemp("others")
+    row = make(folder / "clones")["bench"]
+    return played(row, Store(clone_of(row, folder / "clones"), folder / "store"))
+
+
+REPAIR = [call("create", path=NEW, content=STEP), call("create", path=WALK, content=RIGHT)]
+PLAYED = {
+    "the fix": (REPAIR, "", 1.0, "1 of 1 broken tests pass, 4 of 4 others"),
+    "nothing": ([], "", 0.0, "0 of 1 broken tests pass, 4 of 4 others"),
+    "tests rewritten": (AROUND, "", 0.0, "0 of 1 broken tests pass, 4 of 4 others"),
+    "a test that is not there": (REPAIR, f"{TEST}::test_gone", 0.0, "1 of 1 broken tests pass, 4 of 5 others"),
+}
+
+
+@pytest.mark.parametrize("attempt", PLAYED)
+def test_a_row_of_another_collection_is_won_by_its_fix_alone(
+    attempt: str, server: EmbeddedServer, others: dict[str, Any], tmp_path: Path
+) -> None:
+    turns, more, reward, reason = PLAYED[attempt]
+    row = {**others, "PASS_TO_PASS": json.dumps([*json.loads(others["PASS_TO_PASS"]), *filter(None, [more])])}
+    (tmp_path / "tasks.jsonl").write_text("".join(json.dumps({**row, "instance_id": f"n{n}"}) + "\n" for n in range(40)))
+    episode = play(server, Swe(str(tmp_path / "tasks.jsonl"), test_timeout_s=60.0), *turns)
+    assert (episode.outcome, episode.turns[-1].reason) == (reward, reason)
