@@ -47,7 +47,7 @@ from jaxagent.timeline import Timeline
 from jaxagent.types import Group, Sampling, StopReason, Trajectory, Turn
 from jaxagent.update import Update, UpdateOptions
 from jaxagent.view import report
-from jaxagent.watchdog import Watchdog, Watched
+from jaxagent.watchdog import Budgets, Watchdog, Watched, overruns
 from sandbox_client import InfrastructureError, SandboxStartError
 
 EXIT_DONE, EXIT_AGAIN = 0, 75
@@ -231,7 +231,7 @@ def main(config: ConfigDict, workdir: str | Path, progress: Progress | None = No
     use_devices(config)
     hosts = here()
     progress, watchdog = progress or Progress(hosts.voice), watchdog_of(workdir, hosts)
-    with hosts.ending_together((*FAULTS, ValueError)), watchdog.within("start"):
+    with hosts.ending_together((*FAULTS, ValueError), overruns(workdir)), watchdog.within("start"):
         hosts.check(workdir, config.to_json(sort_keys=True), jax.local_device_count())
         parts = build(config, workdir / hosts.own("sandbox.log"))
         if hosts.first:
@@ -289,7 +289,10 @@ def story(run: Run, *chapters: Callable[[Run], None]) -> int:
 def watchdog_of(workdir: Path, hosts: Hosts) -> Watchdog:
     """Who ends this process when a phase does not; of several hosts the first one, whom launchers ask how it ended, last."""
     delay_s = 0.0 if hosts.count == 1 else 10.0 if hosts.first else 5.0
-    return Watchdog(workdir / hosts.own("overrun.log"), {"close": 0.0}, delay_s=delay_s)
+    between_s = (
+        Budgets().first_s
+    )  # that of now says nothing about the next: the journal, demonstrations, new moments, the report
+    return Watchdog(workdir / hosts.own("overrun.log"), {"close": 0.0, "between": between_s}, delay_s=delay_s)
 
 
 def budgets(config: ConfigDict, *, mixed: bool) -> dict[str, float]:

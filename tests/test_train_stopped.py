@@ -11,6 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -77,16 +78,27 @@ Start = Callable[..., tuple[int, str]]
 Chapter = Callable[[train.Run], None]
 
 
-def told_in(phase: str) -> Chapter:
-    """From here on SIGTERM comes as soon as a step is in this phase."""
+@contextmanager
+def told_in(phase: str) -> Iterator[Chapter]:
+    """What makes SIGTERM come, once and to nobody but this run, as soon as a step is in this phase."""
+    over, threads = threading.Event(), list[threading.Thread]()
 
     def tell(run: train.Run) -> None:
-        deadline = time.monotonic() + 300
-        while time.monotonic() < deadline and run.watchdog.phase != phase:
-            time.sleep(0.0002)
-        os.kill(os.getpid(), signal.SIGTERM)
+        while not over.wait(0.0002):
+            if run.watchdog.phase == phase:
+                os.kill(os.getpid(), signal.SIGTERM)
+                return
 
-    return lambda run: threading.Thread(target=tell, args=(run,), daemon=True).start()
+    def chapter(run: train.Run) -> None:
+        threads.append(threading.Thread(target=tell, args=(run,), daemon=True))
+        threads[0].start()
+
+    try:
+        yield chapter
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join()
 
 
 @pytest.fixture(scope="module")
@@ -184,8 +196,8 @@ def test_sigterm_in_any_part_of_a_step_ends_the_run_in_time_and_it_goes_on_as_if
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     assert start(whole)[0] == train.EXIT_DONE
     for phase in ("rollout", "a tool call", "train", "publish", "checkpoint"):
-        tool = phase == "a tool call"
-        code, said = start(stopped, "train") if tool else start(stopped, "never", 0, None, told_in(phase))
+        with told_in(phase) as tell:
+            code, said = start(stopped, "train") if phase == "a tool call" else start(stopped, "never", 0, None, tell)
         assert code == train.EXIT_AGAIN, (phase, said)
         took = re.search(r"the same command resumes \(saved (.*) s after SIGTERM\)", said)
         assert took and float(took[1]) < train.SAVE_S, said
