@@ -14,7 +14,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -274,13 +275,25 @@ def story(run: Run, *chapters: Callable[[Run], None]) -> int:
             raise
         raise run.unwritable(error) from error
     finally:
-        with run.watchdog.within("close"):
+        with deaf(), run.watchdog.within("close"):
             run.checkpoints.close()
             run.journal.close()
             run.metrics.close()
             run.echoes.close()
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, previous)
+
+
+@contextmanager
+def deaf() -> Iterator[None]:
+    """Nobody hears Ctrl-C in it: a second one would leave a checkpoint torn that is about to be whole."""
+    here = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN) if here else None
+    try:
+        yield
+    finally:
+        if here:
+            signal.signal(signal.SIGINT, before)
 
 
 # ====================================================================== a place to work, and a place to go on from

@@ -182,8 +182,8 @@ def test_whoever_comes_back_to_a_slot_may_take_the_pages_that_were_ample_for_a_c
     younger.ahead = other.ahead = 4
     enter(table, ask("back", tuple(range(4)), start=23))  # eight pages, and no slot
     assert table.ample()
-    assert (slow := table.idle_longest()) is table.rows["idle"]
-    table.vacate(slow)
+    assert table.idle_longest() is table.rows["idle"]
+    table.vacate(table.rows["idle"])
     table.admit()
     assert not table.ample()  # asked again, it says that they are to be read first
     assert next(table.fit()).ahead
