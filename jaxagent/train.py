@@ -302,10 +302,9 @@ def deaf() -> Iterator[None]:
 def watchdog_of(workdir: Path, hosts: Hosts) -> Watchdog:
     """Who ends this process when a phase does not; of several hosts the first one, whom launchers ask how it ended, last."""
     delay_s = 0.0 if hosts.count == 1 else 10.0 if hosts.first else 5.0
-    between_s = (
-        Budgets().first_s
-    )  # that of now says nothing about the next: the journal, demonstrations, new moments, the report
-    return Watchdog(workdir / hosts.own("overrun.log"), {"close": 0.0, "between": between_s}, delay_s=delay_s)
+    # How long it was between two phases says nothing of the next time: the journal, demonstrations, new moments, the report.
+    declared = {"close": 0.0, "between": Budgets().first_s}
+    return Watchdog(workdir / hosts.own("overrun.log"), declared, delay_s=delay_s)
 
 
 def budgets(config: ConfigDict, *, mixed: bool) -> dict[str, float]:
