@@ -133,18 +133,23 @@ def trained(kind: Kind, out: Path, prompts: int, steps: int) -> None:
     with (out / f"{kind.name}.log").open("wb") as log:
         process = subprocess.Popen([*begin, *told], env=env, stdout=log, stderr=subprocess.STDOUT)
         slow: threading.Thread | None = None
-        while process.poll() is None:
-            time.sleep(POLL_S)
-            done = len(read(workdir / "metrics.jsonl"))
-            if done > len(records):
-                cpu_s = sum(seconds for _, seconds in tree_of(process.pid))
-                records += [{"wall_s": time.monotonic(), "cpu_s": cpu_s}] * (done - len(records))
-            if kind.halted >= 0 and slow is None and done:
-                slow = threading.Thread(target=halt, args=(member(process.pid, kind.halted), over))
-                slow.start()
-        over.set()
-        if slow:
-            slow.join()
+        try:
+            while process.poll() is None:
+                time.sleep(POLL_S)
+                done = len(read(workdir / "metrics.jsonl"))
+                if done > len(records):
+                    cpu_s = sum(seconds for _, seconds in tree_of(process.pid))
+                    records += [{"wall_s": time.monotonic(), "cpu_s": cpu_s}] * (done - len(records))
+                if kind.halted >= 0 and slow is None and done:
+                    slow = threading.Thread(target=halt, args=(member(process.pid, kind.halted), over))
+                    slow.start()
+        finally:
+            over.set()
+            if slow:
+                slow.join()
+            if process.poll() is None:
+                process.terminate()  # its run saves and ends, and launch/local.sh tells all of its processes
+            process.wait()
     if process.returncode:
         raise RuntimeError(f"{kind.name} ended with {process.returncode}: {out / f'{kind.name}.log'} says why")
     ours.write_text(json.dumps(records))

@@ -245,6 +245,8 @@ def _goes_on(command: str, workdir: str) -> str:
     if command not in STORIES:
         return ""
     saved = [int(path.name) for path in Path(workdir, "checkpoints").glob("*") if path.name.isdecimal()]  # whole ones
+    if not saved and any(path.stat().st_size for path in Path(workdir, "journal").rglob("*") if path.is_file()):
+        return " before the first checkpoint; the same command begins anew, with the episodes and turns that the journal holds"
     if not saved:
         return " before anything was saved; the same command begins anew"
     return f"; the same command goes on from the last checkpoint, step {max(saved)}"

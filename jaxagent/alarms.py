@@ -75,7 +75,9 @@ class Alarms:
     # ------------------------------- one function per name: a reason, "" for none, None where there is nothing to judge by
 
     def _kl_alarm(self, values: Mapping[str, float | None]) -> str | None:
-        kl = values.get("policy/kl") or 0.0
+        kl = values.get("policy/kl")
+        if kl is None:
+            return None
         return (
             f"the policy moved by a KL of {kl:.3g} in one step (the limit is {self.limits['kl']:g})"
             if kl > self.limits["kl"]
@@ -129,25 +131,33 @@ class Alarms:
         return f"held-out success fell from {best:.3f} to {success:.3f} while the outcome in training rose to {outcome:.3f}"
 
     def _gap_alarm(self, values: Mapping[str, float | None]) -> str | None:
-        for name in (name for name in self._seen if name.startswith("reward/gap_")):
-            now, first = self._recent(name), self._seen[name][:WINDOW]
+        judged = {name: self._recent(name) for name in self._seen if name.startswith("reward/gap_")}
+        for name, now in judged.items():
+            first = self._seen[name][:WINDOW]
             if now is not None and now - sum(first) / len(first) > RISE:
                 check = name.removeprefix("reward/gap_")
                 return f"the outcome is {now:.2f} above what the check {check!r} gives, which nothing is trained on, and rising"
-        return ""
+        return "" if any(now is not None for now in judged.values()) else None
 
     def _tools_alarm(self, values: Mapping[str, float | None]) -> str | None:
         reached = self._recent("rollout/tools_reached", NO_TOOL)
-        if not self.tools or reached is None or reached > 0:
+        if not self.tools or reached is None:
+            return None
+        if reached > 0:
             return ""
         return f"no call reached a tool in the last {NO_TOOL} steps: the policy cannot make one, or has given it up"
 
     def _gradient_alarm(self, values: Mapping[str, float | None]) -> str | None:
-        skipped = sum(values.get(f"{learner}/skipped") or 0.0 for learner in ("policy", "critic"))
+        counts = [values.get(f"{learner}/skipped") for learner in ("policy", "critic")]
+        if all(count is None for count in counts):
+            return None
+        skipped = sum(count or 0.0 for count in counts)
         return f"a gradient was not finite, {skipped:.0f} updates skipped" if skipped else ""
 
     def _compiled_alarm(self, values: Mapping[str, float | None]) -> str | None:
-        late = values.get("engine/compiled") or 0.0
+        late = values.get("engine/compiled")
+        if late is None:
+            return None
         return (
             f"turns waited for {late:.0f} programs that were compiled after the start: no shape should be new by then"
             if late

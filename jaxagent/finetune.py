@@ -17,7 +17,8 @@ the seed and the step only, a round's rollouts are read again from where they we
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -161,8 +162,8 @@ def tune(run: Run, given: Lesson | None) -> None:
         if round_ != number:
             lesson, number = given or sample(run, round_, fresh=within == 0), round_
             if c.finetune.mode == "dpo":
-                with run.watchdog.within("reference"):
-                    lesson.reference_P2 = under(parts.learner, start, lesson.pairs, c.finetune.batch)
+                phase = partial(run.watchdog.within, "reference")  # each batch is one: how many there are, the data say
+                lesson.reference_P2 = under(parts.learner, start, lesson.pairs, c.finetune.batch, phase)
         if c.finetune.mode == "rest_em" and within == 0:
             parts.learner.restore_weights(copied(start))
             train.begin_training(run)
@@ -288,13 +289,21 @@ def copied(weights: dict[str, Any]) -> dict[str, Any]:
     return jax.tree.map(jnp.copy, weights)
 
 
-def under(learner: Learner, start: dict[str, Any], pairs: Sequence[Pair], batch: int) -> np.ndarray:
-    """The answers' log-probs under the start policy, once for all steps of a round; the learner keeps its own weights."""
-    now = learner.weights()
+def under(
+    learner: Learner, start: dict[str, Any], pairs: Sequence[Pair], batch: int, phase: Callable[[], Any] = nullcontext
+) -> np.ndarray:
+    """The answers' log-probs under the start policy, once for all steps of a round; the learner keeps its own weights.
+
+    Args: phase: what each batch is computed in.
+    """
+    now, parts = learner.weights(), [np.zeros((0, 2))]
     learner.restore_weights(start)
     try:
-        learner.score(Batch.empty(learner.options.batch_rows, learner.options.row_tokens))  # compiled here, pairs or not
-        parts = [answer_logprobs(learner, pairs[i : i + batch]) for i in range(0, len(pairs), batch)]
+        with phase():
+            learner.score(Batch.empty(learner.options.batch_rows, learner.options.row_tokens))  # compiled here, pairs or not
+        for i in range(0, len(pairs), batch):
+            with phase():
+                parts.append(answer_logprobs(learner, pairs[i : i + batch]))
     finally:
         learner.restore_weights(now)
-    return np.concatenate([np.zeros((0, 2)), *parts])
+    return np.concatenate(parts)

@@ -114,11 +114,14 @@ class Hosts:
         return {"hosts/waited_s_max": max(waited), "hosts/waited_s_min": least, "hosts/slowest": float(waited.index(least))}
 
     @contextmanager
-    def ending_together(self, known: tuple[type[Exception], ...] = ()) -> Iterator[None]:
+    def ending_together(
+        self, known: tuple[type[Exception], ...] = (), overran: Callable[[], int] = lambda: 0
+    ) -> Iterator[None]:
         """A host that fails ends at once: waiting for the others at its exit, it would wait for those that wait for it.
 
         Args:
             known: what is told in a sentence.
+            overran: how to end where another host was lost; 0 where nothing is known of it.
         """
         try:
             yield
@@ -132,7 +135,8 @@ class Hosts:
             print(f"host {self.index} of {self.count} ends: {type(error).__name__}: {reason}", file=sys.stderr)
             sys.stdout.flush()
             sys.stderr.flush()
-            os._exit(2 if isinstance(error, known) else 1)
+            after = overran() if isinstance(error, jax.errors.JaxRuntimeError) else 0
+            os._exit(2 if isinstance(error, known) else after or 1)
 
     def check(self, workdir: Path, config: str, local: int) -> None:
         """Raises ValueError where hosts have other files, another config, or another number of devices than the first."""

@@ -14,7 +14,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ from jaxagent.timeline import Timeline
 from jaxagent.types import Group, Sampling, StopReason, Trajectory, Turn
 from jaxagent.update import Update, UpdateOptions
 from jaxagent.view import report
-from jaxagent.watchdog import Watchdog, Watched
+from jaxagent.watchdog import Budgets, Watchdog, Watched, overruns
 from sandbox_client import InfrastructureError, SandboxStartError
 
 EXIT_DONE, EXIT_AGAIN = 0, 75
@@ -231,7 +232,7 @@ def main(config: ConfigDict, workdir: str | Path, progress: Progress | None = No
     use_devices(config)
     hosts = here()
     progress, watchdog = progress or Progress(hosts.voice), watchdog_of(workdir, hosts)
-    with hosts.ending_together((*FAULTS, ValueError)), watchdog.within("start"):
+    with hosts.ending_together((*FAULTS, ValueError), overruns(workdir)), watchdog.within("start"):
         hosts.check(workdir, config.to_json(sort_keys=True), jax.local_device_count())
         parts = build(config, workdir / hosts.own("sandbox.log"))
         if hosts.first:
@@ -274,7 +275,7 @@ def story(run: Run, *chapters: Callable[[Run], None]) -> int:
             raise
         raise run.unwritable(error) from error
     finally:
-        with run.watchdog.within("close"):
+        with deaf(), run.watchdog.within("close"):
             run.checkpoints.close()
             run.journal.close()
             run.metrics.close()
@@ -283,13 +284,27 @@ def story(run: Run, *chapters: Callable[[Run], None]) -> int:
             signal.signal(signal.SIGTERM, previous)
 
 
+@contextmanager
+def deaf() -> Iterator[None]:
+    """Nobody hears Ctrl-C in it: a second one would leave a checkpoint torn that is about to be whole."""
+    here = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN) if here else None
+    try:
+        yield
+    finally:
+        if here:
+            signal.signal(signal.SIGINT, before)
+
+
 # ====================================================================== a place to work, and a place to go on from
 
 
 def watchdog_of(workdir: Path, hosts: Hosts) -> Watchdog:
     """Who ends this process when a phase does not; of several hosts the first one, whom launchers ask how it ended, last."""
     delay_s = 0.0 if hosts.count == 1 else 10.0 if hosts.first else 5.0
-    return Watchdog(workdir / hosts.own("overrun.log"), {"close": 0.0}, delay_s=delay_s)
+    # How long it was between two phases says nothing of the next time: the journal, demonstrations, new moments, the report.
+    declared = {"close": 0.0, "between": Budgets().first_s}
+    return Watchdog(workdir / hosts.own("overrun.log"), declared, delay_s=delay_s)
 
 
 def budgets(config: ConfigDict, *, mixed: bool) -> dict[str, float]:

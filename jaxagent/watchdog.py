@@ -25,7 +25,9 @@ from jaxagent.metrics import Clock
 
 AGAIN, STUCK = 75, 2  # how the process ends: to be started again, or not, since it did not get any further so
 TRIES = 3  # of a phase of a step, until it is not started again
+GIVEN_UP = "is not started again"  # a report's words for STUCK
 TOLD = 8  # open episodes that the terminal is told of; the file has all
+TELL_S = 3.0  # for each thing that a report needs: a disk, a terminal or a world may hang as well
 UNHEARD_S = 30.0  # after a deadline, until the process ends though none of its Python threads gets to run
 
 
@@ -34,10 +36,12 @@ class Budgets:
     """Seconds that a phase may take: what is declared and `floor_s` besides, for all that stands around it.
 
     A phase of which nothing is declared may take `first_s` the first two times, in which programs are compiled, and then
-    `times` the longest that it took, or `floor_s` if that is more.
+    `times` the longest that it took, or `least_s` if that is more. Both are long, since a healthy phase that is ended never
+    gets any further: a gradient may take hours on what somebody has, and a step without anything to learn takes none.
     """
 
-    first_s: float = 7200.0
+    first_s: float = 6 * 3600.0
+    least_s: float = 3600.0
     floor_s: float = 900.0
     times: float = 10.0
 
@@ -101,7 +105,7 @@ class Watchdog:
         b = self.budgets
         if name in self.declared:
             return self.declared[name] + b.floor_s
-        return b.first_s if self._calls[name] < 2 else max(b.floor_s, b.times * self._longest[name])
+        return b.first_s if self._calls[name] < 2 else max(b.least_s, b.times * self._longest[name])
 
     def hurry(self, seconds: float, why: str) -> None:
         """Whatever phase there is then, the process ends within so many seconds; may be called by a signal."""
@@ -133,7 +137,8 @@ class Watchdog:
             self._now and sys.__stderr__
         ):  # a library that never gives up the interpreter's lock keeps our thread from running too
             left_s = max(0.0, self._ends(self._now) - time.monotonic()) + self._delay_s + UNHEARD_S
-            faulthandler.dump_traceback_later(left_s, exit=True, file=sys.__stderr__)
+            with contextlib.suppress(ValueError, OSError):  # it is closed
+                faulthandler.dump_traceback_later(left_s, exit=True, file=sys.__stderr__)
 
     def _watch(self) -> None:
         with self._changed:
@@ -146,22 +151,56 @@ class Watchdog:
         self._overrun(phase)
 
     def _overrun(self, phase: _Phase) -> None:
-        late, place = self._by <= phase.began + phase.budget_s, f"{self.place()}: {phase.name}"
-        headline = f"{place} is not over {self._why if late else f'within its {phase.budget_s:g} s'}"
-        tries = 1
-        with contextlib.suppress(OSError):
-            tries += self.path.read_text().count(f"\n{place} is not over within")
-        code = AGAIN if late or tries < TRIES else STUCK
-        then = "the same command resumes" if code == AGAIN else f"so it was {tries} times, and is not started again"
-        episodes, stacks = list(self.episodes()), "\n".join(_stacks())
-        open_ = [f"{len(episodes)} episodes are open" + ":" * bool(episodes), *(f"  {one}" for one in episodes)]
-        told = [*open_[: TOLD + 1], *[f"  and {len(open_) - TOLD - 1} more, in {self.path}"] * (len(open_) > TOLD + 1)]
-        print(f"{headline}; {then}", *told, stacks, sep="\n", file=sys.stderr, flush=True)
-        with contextlib.suppress(OSError), self.path.open("a") as file:
-            file.write("\n".join([time.strftime("%Y-%m-%d %H:%M:%S"), headline, *open_, stacks, ""]))
-        time.sleep(self._delay_s)
-        self._end(code)
-        self._over.set()
+        code = AGAIN
+        try:
+            late, where = self._by <= phase.began + phase.budget_s, _tried(self.place) or "somewhere"
+            place = f"{where}: {phase.name}"
+            headline = f"{place} is not over {self._why if late else f'within its {phase.budget_s:g} s'}"
+            tries = 1 + (_tried(lambda: self.path.read_text().count(f"\n{place} is not over within")) or 0)
+            code = AGAIN if late or tries < TRIES else STUCK
+            headline += "; the same command resumes" if code == AGAIN else f"; so it was {tries} times, and {GIVEN_UP}"
+            episodes, stacks = _tried(lambda: list(self.episodes())) or [], "\n".join(_stacks())
+            open_ = [f"{len(episodes)} episodes are open" + ":" * bool(episodes), *(f"  {one}" for one in episodes)]
+            told = [*open_[: TOLD + 1], *[f"  and {len(open_) - TOLD - 1} more, in {self.path}"] * (len(open_) > TOLD + 1)]
+            _tried(lambda: print(headline, *told, stacks, sep="\n", file=sys.stderr, flush=True))
+            _tried(lambda: self._write("\n".join([time.strftime("%Y-%m-%d %H:%M:%S"), headline, *open_, stacks, ""])))
+            time.sleep(self._delay_s)
+        finally:
+            self._end(code)
+            self._over.set()
+
+    def _write(self, text: str) -> None:
+        with self.path.open("a") as file:
+            file.write(text)
+
+
+def overruns(workdir: Path) -> Callable[[], int]:
+    """What says how a host should end that has lost another one: as that one, where its watchdog has ended it since; else 0."""
+
+    def sizes() -> dict[Path, int]:
+        return {path: path.stat().st_size for path in workdir.glob("overrun*.log")}
+
+    before = sizes()
+
+    def code() -> int:
+        grown = [path.read_bytes()[before.get(path, 0) :] for path, size in sizes().items() if size > before.get(path, 0)]
+        return (STUCK if any(GIVEN_UP.encode() in text for text in grown) else AGAIN) if grown else 0
+
+    return lambda: _tried(code) or 0
+
+
+def _tried(work: Callable[[], Any]) -> Any:
+    """What `work` returns; None where it fails or is not over in time: what the process is ended for may hold it up as well."""
+    got: list[Any] = []
+
+    def attempt() -> None:
+        with contextlib.suppress(Exception):
+            got.append(work())
+
+    thread = threading.Thread(target=attempt, name="watchdog's report", daemon=True)
+    thread.start()
+    thread.join(TELL_S)
+    return got[0] if got else None
 
 
 def _stacks() -> Iterator[str]:

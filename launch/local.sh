@@ -25,6 +25,7 @@ while :; do
     "${run[@]}" "${JAXAGENT:-jaxagent}" train "--coordinator=127.0.0.1:$port" "--processes=$processes" "--process=$i" "$@" &
     pids+=($!)
   done
+  [[ ! $told ]] || kill -TERM "${pids[@]}" 2> /dev/null || true # a signal may come between two of these
   first=0 code=0
   for i in "${!pids[@]}"; do
     while :; do # a signal ends a wait, and not what is waited for

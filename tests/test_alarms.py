@@ -46,6 +46,21 @@ def test_a_large_step_is_told_at_once_and_again_only_after_a_window_without_one(
     assert "a KL of 0.3 in one step (the limit is 0.1)" in Alarms().look({"policy/kl": 0.3})["kl"]
 
 
+@pytest.mark.parametrize(
+    ("name", "metric"), [("kl", "policy/kl"), ("gradient", "policy/skipped"), ("compiled", "engine/compiled")]
+)
+def test_steps_without_the_metric_are_not_steps_in_which_it_was_well(name: str, metric: str) -> None:
+    alarms = Alarms()
+    look = lambda value: list(alarms.look({} if value is None else {metric: value}))  # noqa: E731
+    assert look(1.0) == [name]
+    for absent in (None, None, None, None, None, None):
+        assert look(absent) == []
+    assert look(1.0) == []  # it has gone on
+    for _ in range(WINDOW):
+        assert look(0.0) == []
+    assert look(1.0) == [name]
+
+
 def test_entropy_is_measured_against_the_first_step_and_over_a_window() -> None:
     alarms = Alarms({"entropy": 0.05})
     assert raised(alarms, 1, rollout__entropy=2.0) == []

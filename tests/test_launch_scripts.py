@@ -21,6 +21,7 @@ import yaml
 from jaxagent.__main__ import parser
 from jaxagent.config import load
 from jaxagent.train import SAVE_S
+from jaxagent.watchdog import STUCK
 
 HERE = Path(__file__).parents[1] / "launch"
 SCRIPTS = sorted(HERE.glob("*.sh"))
@@ -232,7 +233,13 @@ def test_the_jobset_has_the_shape_of_its_kind_and_its_pods_find_each_other() -> 
     }
     assert set(one["spec"]) <= {*known, "ttlSecondsAfterFinished"}
     assert set(one["spec"]["failurePolicy"]) <= {"maxRestarts", "rules", "restartStrategy"}
+    # What ends with 2 hangs every time, or is for a user to mend: it is not started again, and all else is.
+    (rule,) = one["spec"]["failurePolicy"]["rules"]
+    assert (rule["action"], rule["onJobFailureReasons"]) == ("FailJobSet", ["PodFailurePolicy"])
     (group,) = one["spec"]["replicatedJobs"]
+    (ends,) = group["template"]["spec"]["podFailurePolicy"]["rules"]
+    assert ends["action"] == "FailJob" and ends["onExitCodes"]["values"] == [STUCK]
+    assert ends["onExitCodes"]["containerName"] == group["template"]["spec"]["template"]["spec"]["containers"][0]["name"]
     assert set(group) <= {"name", "template", "replicas", "groupName", "dependsOn"} and set(group["template"]) <= {
         "metadata",
         "spec",

@@ -1,4 +1,7 @@
-"""SIGTERM while an evaluation is played: the run is saved at once, and owes it; it ends as the one that was never stopped."""
+"""SIGTERM while an evaluation is played: the run is saved at once, and owes it; it ends as the one that was never stopped.
+
+Ctrl-C in the middle of a step saves nothing; the run goes on from its last checkpoint, and ends alike too.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,8 @@ import re
 import resource
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +29,7 @@ from toys import Parity
 
 from jaxagent import config as configs
 from jaxagent import train
+from jaxagent.__main__ import main
 from jaxagent.agent import Agent, Limits
 from jaxagent.alarms import Alarms
 from jaxagent.chat.plain import PlainTemplate
@@ -52,12 +56,12 @@ DEADLINE_S = 25.0  # from SIGTERM to what is saved: some tenths of a second, and
 
 
 class Preempted(Maze):
-    """Mazes in which SIGTERM comes while an evaluation of `split` is played, the one that follows `after` of the same split.
+    """Mazes in which a signal comes while episodes of `split` are played, when `after` evaluations' of them have begun.
 
     From then on no door opens any more.
     """
 
-    split, after, begun = "", 0, 0
+    split, after, begun, told, signal = "", 0, 0, False, signal.SIGTERM
 
     def episode(self, name: str, sandbox: Any) -> Env:
         if f"/{self.split}/" not in name:
@@ -67,8 +71,12 @@ class Preempted(Maze):
 
 
 class Hanging(MazeEpisode):
+    world: Preempted
+
     async def step(self, action: Message) -> Step:
-        os.kill(os.getpid(), signal.SIGTERM)
+        if not self.world.told or self.world.signal == signal.SIGTERM:  # one Ctrl-C: another would cut the saving short
+            self.world.told = True
+            os.kill(os.getpid(), self.world.signal)
         await asyncio.Event().wait()
         raise AssertionError("nobody sets this event")
 
@@ -77,16 +85,27 @@ Start = Callable[..., tuple[int, str]]
 Chapter = Callable[[train.Run], None]
 
 
-def told_in(phase: str) -> Chapter:
-    """From here on SIGTERM comes as soon as a step is in this phase."""
+@contextmanager
+def told_in(phase: str) -> Iterator[Chapter]:
+    """What makes SIGTERM come, once and to nobody but this run, as soon as a step is in this phase."""
+    over, threads = threading.Event(), list[threading.Thread]()
 
     def tell(run: train.Run) -> None:
-        deadline = time.monotonic() + 300
-        while time.monotonic() < deadline and run.watchdog.phase != phase:
-            time.sleep(0.0002)
-        os.kill(os.getpid(), signal.SIGTERM)
+        while not over.wait(0.0002):
+            if run.watchdog.phase == phase:
+                os.kill(os.getpid(), signal.SIGTERM)
+                return
 
-    return lambda run: threading.Thread(target=tell, args=(run,), daemon=True).start()
+    def chapter(run: train.Run) -> None:
+        threads.append(threading.Thread(target=tell, args=(run,), daemon=True))
+        threads[0].start()
+
+    try:
+        yield chapter
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join()
 
 
 @pytest.fixture(scope="module")
@@ -101,11 +120,13 @@ def start(config: ConfigDict) -> Iterator[Start]:
     parts = build(config)
     initial = copied(parts.learner.weights())
 
-    def started(workdir: Path, split: str = "never", after: int = 0, alarms: Alarms | None = None, *more: Chapter) -> Any:
+    def started(
+        workdir: Path, split: str = "never", after: int = 0, alarms: Alarms | None = None, *more: Chapter, **told: Any
+    ) -> Any:
         train.prepare(config, workdir)
         configs.save(config, workdir / "config.json")
         world, said = Preempted(**config.env.options), io.StringIO()
-        world.split, world.after = split, after
+        world.split, world.after, world.signal = split, after, told.get("signal", signal.SIGTERM)
         options = RolloutOptions(**config.rollout)
         rollouts = Rollouts(world, parts.rollouts.agent, parts.sandbox.client, config.seed, options)
         here: Parts = replace(parts, world=world, rollouts=rollouts)
@@ -121,9 +142,25 @@ def start(config: ConfigDict) -> Iterator[Start]:
     parts.close()
 
 
-def test_sigterm_in_any_evaluation_saves_at_once_and_the_run_that_goes_on_makes_it(start: Start, tmp_path: Path) -> None:
-    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
-    assert start(whole)[0] == train.EXIT_DONE
+@pytest.fixture(scope="module")
+def whole(start: Start, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that was never stopped."""
+    workdir = tmp_path_factory.mktemp("whole") / "run"
+    assert start(workdir)[0] == train.EXIT_DONE
+    return workdir
+
+
+def want_equal(one: Path, other: Path) -> None:
+    assert steady_metrics(one) == steady_metrics(other)
+    assert trajectories(one) == trajectories(other)
+    assert (one / "eval.json").read_text() == (other / "eval.json").read_text()
+    jax.tree.map(np.testing.assert_array_equal, final_params(one, 6), final_params(other, 6))
+
+
+def test_sigterm_in_any_evaluation_saves_at_once_and_the_run_that_goes_on_makes_it(
+    start: Start, whole: Path, tmp_path: Path
+) -> None:
+    stopped = tmp_path / "stopped"
     assert "eval/success" in read(whole / "metrics.jsonl")[3]
     # Before the first step; after the second, and there again while what is owed is made; after the last, and without tools.
     for split, after, step in (("test", 0, 2), ("valid", 0, 4), ("valid", 0, 4), ("test", 0, 6), ("test", 1, 6)):
@@ -137,10 +174,50 @@ def test_sigterm_in_any_evaluation_saves_at_once_and_the_run_that_goes_on_makes_
     code, said = start(stopped)
     assert code == train.EXIT_DONE
     assert "resumed at step 4\n" in said
-    assert steady_metrics(stopped) == steady_metrics(whole)
-    assert trajectories(stopped) == trajectories(whole)
-    assert (stopped / "eval.json").read_text() == (whole / "eval.json").read_text()
-    jax.tree.map(np.testing.assert_array_equal, final_params(stopped, 6), final_params(whole, 6))
+    want_equal(stopped, whole)
+
+
+@pytest.fixture
+def heard() -> Iterator[None]:
+    """Ctrl-C is heard, also where the tests run in the background of a script, whose children ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture
+def command(heard: None, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Callable[[Path], tuple[int, str]]:
+    """The command line, on which Ctrl-C is pressed while its config is read; returns its exit code and its last word."""
+    config = tmp_path / "interrupted.py"
+    config.write_text("import os, signal\n\n\ndef get_config(arg=''):\n    os.kill(os.getpid(), signal.SIGINT)\n")
+
+    def called(workdir: Path) -> tuple[int, str]:
+        code = main(["train", f"--config={config}", f"--workdir={workdir}"])
+        return code, capfd.readouterr().err.strip()
+
+    return called
+
+
+def test_ctrl_c_in_mid_step_ends_the_run_at_once_and_the_same_command_ends_as_if_it_had_not_been(
+    start: Start, whole: Path, command: Callable[[Path], tuple[int, str]], tmp_path: Path
+) -> None:
+    stopped = tmp_path / "stopped"
+    assert command(stopped) == (130, "stopped before anything was saved; the same command begins anew")
+    with pytest.raises(KeyboardInterrupt):  # some episodes of the first step have begun
+        start(stopped, "train", after=1, signal=signal.SIGINT)
+    assert [path.name for path in (stopped / "checkpoints").iterdir()] == ["2"]
+    assert command(stopped) == (130, "stopped; the same command goes on from the last checkpoint, step 2")
+    code, said = start(stopped)
+    assert code == train.EXIT_DONE
+    assert "resumed at step 2\n" in said
+    want_equal(stopped, whole)
+
+
+def test_ctrl_c_is_not_heard_while_what_was_saved_is_made_whole(heard: None) -> None:
+    with train.deaf():
+        signal.raise_signal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
 
 
 def test_a_run_that_an_alarm_ends_at_a_step_that_it_owed_goes_on(start: Start, tmp_path: Path) -> None:
@@ -184,8 +261,8 @@ def test_sigterm_in_any_part_of_a_step_ends_the_run_in_time_and_it_goes_on_as_if
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     assert start(whole)[0] == train.EXIT_DONE
     for phase in ("rollout", "a tool call", "train", "publish", "checkpoint"):
-        tool = phase == "a tool call"
-        code, said = start(stopped, "train") if tool else start(stopped, "never", 0, None, told_in(phase))
+        with told_in(phase) as tell:
+            code, said = start(stopped, "train") if phase == "a tool call" else start(stopped, "never", 0, None, tell)
         assert code == train.EXIT_AGAIN, (phase, said)
         took = re.search(r"the same command resumes \(saved (.*) s after SIGTERM\)", said)
         assert took and float(took[1]) < train.SAVE_S, said

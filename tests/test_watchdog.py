@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -18,9 +19,12 @@ import tiny
 from engine.test_replicas import engines
 from test_hosts import PATIENCE_S, environment, free_port
 
+from jaxagent import watchdog
 from jaxagent.algos.table import TABLE
 from jaxagent.checkpoint import Checkpoints
+from jaxagent.hosts import ALONE
 from jaxagent.learner import Learner, LearnerOptions
+from jaxagent.train import watchdog_of
 from jaxagent.update import Update, UpdateOptions
 from jaxagent.watchdog import AGAIN, STUCK, TRIES, Budgets, Watchdog, Watched
 
@@ -144,6 +148,50 @@ def test_the_process_ends_in_time_after_sigterm_whatever_it_does(tmp_path: Path)
     assert done.stderr.startswith("step 3: train is not over 0.2 s after SIGTERM; the same command resumes\n")
 
 
+def test_the_process_ends_though_neither_its_log_nor_its_terminal_nor_what_is_asked_answers(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "log")  # whoever opens it waits for another end, as one does for a disk that has hung
+    program = (
+        "import sys, threading\nfrom pathlib import Path\nfrom jaxagent import watchdog\nwatchdog.TELL_S = 0.2\n"
+        "sys.stderr.close()\n"
+        "dog = watchdog.Watchdog(Path(sys.argv[1]), {'rollout': 0.0}, watchdog.Budgets(floor_s=0.1))\n"
+        "dog.place = dog.episodes = lambda: 1 / 0\n"
+        "with dog.within('rollout'):\n    threading.Event().wait()\n"
+    )
+    assert run_python(program, str(tmp_path / "log")).returncode == AGAIN
+
+
+def test_a_disk_that_hangs_does_not_keep_the_report_from_the_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    os.mkfifo(tmp_path / "overrun.log")
+    monkeypatch.setattr(watchdog, "TELL_S", 0.2)
+    end = Ended()
+    dog = Watchdog(tmp_path / "overrun.log", {"rollout": 0.0}, Budgets(floor_s=0.01), end=end)
+    with dog.within("rollout"):
+        end.hang()
+    assert end.code == AGAIN
+    assert capsys.readouterr().err.startswith("the start: rollout is not over within its 0.01 s; the same command resumes\n")
+    for _ in range(2):  # lets go who still waits for it
+        os.close(os.open(tmp_path / "overrun.log", os.O_RDWR | os.O_NONBLOCK))
+
+
+def test_a_host_that_lost_one_that_hung_ends_as_that_one_did(tmp_path: Path) -> None:
+    program = (
+        "import sys\nfrom pathlib import Path\nimport jax\nfrom jaxagent.hosts import Hosts\n"
+        "from jaxagent.watchdog import overruns\n"
+        "with Hosts(0, 2).ending_together((), overruns(Path(sys.argv[1]))):\n"
+        "    with open(sys.argv[1] + '/overrun-1.log', 'a') as file:\n        file.write(sys.argv[2])\n"
+        "    raise jax.errors.JaxRuntimeError('connection reset')\n"
+    )
+    (tmp_path / "overrun-1.log").write_text(f"earlier; {watchdog.GIVEN_UP}\n")
+    ends = [run_python(program, str(tmp_path), text).returncode for text in ("", "within its 2 s; the same command resumes")]
+    assert ends == [1, AGAIN]
+    later = watchdog.overruns(tmp_path)
+    with (tmp_path / "overrun-1.log").open("a") as file:
+        file.write(f"so it was 3 times, and {watchdog.GIVEN_UP}")
+    assert later() == STUCK
+
+
 def test_where_a_step_hangs_every_time_it_is_not_started_for_ever(tmp_path: Path) -> None:
     codes = []
     for step in (4, *[5] * TRIES, 6):
@@ -158,7 +206,7 @@ def test_where_a_step_hangs_every_time_it_is_not_started_for_ever(tmp_path: Path
 
 def test_what_is_not_declared_may_compile_first_and_then_take_a_multiple_of_what_it_took() -> None:
     end = Ended()
-    dog = Watchdog(Path("nowhere"), {"rollout": 60.0}, Budgets(first_s=100.0, floor_s=0.02, times=10.0), end=end)
+    dog = Watchdog(Path("nowhere"), {"rollout": 60.0}, Budgets(first_s=100.0, least_s=0.02, floor_s=0.02, times=10.0), end=end)
     clock = Watched(dog)
     for _ in range(2):
         assert dog.budget_s("train") == 100.0
@@ -184,3 +232,15 @@ def test_nothing_watches_outside_of_phases() -> None:
     assert "watchdog" not in {thread.name for thread in threading.enumerate()}
     with dog.within("rollout"):  # and again
         assert "watchdog" in {thread.name for thread in threading.enumerate()}
+
+
+def test_what_stands_between_phases_may_always_take_long_however_short_it_was_before(tmp_path: Path) -> None:
+    dog = watchdog_of(tmp_path, ALONE)
+    for _ in range(9):
+        with dog.within("between"):
+            pass
+    assert dog.budget_s("between") >= Budgets().first_s
+    for _ in range(9):
+        with dog.within("train"):  # of a step without anything to learn
+            pass
+    assert dog.budget_s("train") == Budgets().least_s >= 3600

@@ -259,10 +259,10 @@ class Engine:
             self._arming.freeze(row.slot)
 
     def _tick(self) -> None:
+        self._make_room()  # first: whom it lets in may take what was ample before
         if not self.table.ample():  # who gives up its pages must have been read
             self._read_flight()
         began = time.monotonic()
-        self._make_room()
         for row in self.table.fit():
             self._save(row)
         budget = most_prefilled(self.options.slots, self.options.decode_tokens, len(self._going_on()))

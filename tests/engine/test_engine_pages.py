@@ -133,6 +133,16 @@ def test_episodes_with_forks_are_bit_equal_to_slots_though_there_are_too_few_pag
     assert stats.turns == sum(len(turns) for turns in wanted.values())
 
 
+def test_who_comes_back_to_the_slot_of_a_slow_tool_takes_no_pages_of_a_turn_that_a_call_samples(
+    wanted: dict[str, Turns],
+) -> None:
+    engine = start(replace(PAGES, pages=9, slots=3, offload_after_s=1e-6))
+    for seed in range(6):
+        assert run(play_all(engine, seed)) == wanted
+    assert engine.take_stats().offloaded > 0
+    engine.close()
+
+
 def test_engines_over_pages_and_over_slots_serve_beside_each_other(
     pages: Engine, slots: Engine, wanted: dict[str, Turns]
 ) -> None:

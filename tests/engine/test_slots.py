@@ -167,6 +167,28 @@ def test_a_call_is_sent_before_the_last_is_read_only_where_both_find_pages_that_
     assert table.ample()
 
 
+def test_whoever_comes_back_to_a_slot_may_take_the_pages_that_were_ample_for_a_call_under_way() -> None:
+    table = SlotTable(3, 32, 99, PageTable(3, 32, 4, 18), ahead=4)  # seventeen pages
+    enter(table, ask("back", tuple(range(20))), ask("idle", tuple(range(12))))
+    assert list(table.fit()) == []
+    prefill(table)
+    for name in ("back", "idle"):
+        end_turn(table, name, [1, 2, 3])
+    table.vacate(table.rows["back"])
+    enter(table, ask("younger", tuple(range(16)), budget=16), ask("other", tuple(range(9)), budget=20))
+    younger, other = table.rows["younger"], table.rows["other"]
+    prefill(table)
+    assert list(table.fit()) == []
+    younger.ahead = other.ahead = 4
+    enter(table, ask("back", tuple(range(4)), start=23))  # eight pages, and no slot
+    assert table.ample()
+    assert table.idle_longest() is table.rows["idle"]
+    table.vacate(table.rows["idle"])
+    table.admit()
+    assert not table.ample()  # asked again, it says that they are to be read first
+    assert next(table.fit()).ahead
+
+
 @pytest.mark.parametrize(
     ("request_", "told"),
     [
