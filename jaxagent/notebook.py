@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from html import escape
 from itertools import groupby, islice
 from pathlib import Path
+from unicodedata import category
 
 from jaxagent.data.store import read
 from jaxagent.types import Trajectory, Turn
@@ -171,4 +172,4 @@ def _span(kind: str, words: str, about: str = "") -> str:
 
 def _inert(words: str) -> str:
     """Text as markup: nothing in it is a tag, an entity, a control, or turns the direction of reading."""
-    return escape("".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in words))
+    return escape("".join(c if c.isprintable() or c in "\n\t" or category(c) == "Zs" else "\ufffd" for c in words))

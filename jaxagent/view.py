@@ -311,8 +311,8 @@ class Shelf:
 
 def _parts(turn: Turn) -> dict[str, float]:
     """What a turn's reward is the sum of, where it has parts: what they leave of it is the outcome."""
-    rest = turn.reward - sum(turn.parts.values())
-    return {"outcome": rest, **turn.parts} if turn.parts and "outcome" not in turn.parts else turn.parts
+    rest = turn.reward - sum(turn.parts.values()) if turn.outcome is None else turn.outcome
+    return {"outcome": round(rest, 9), **turn.parts} if turn.parts and "outcome" not in turn.parts else turn.parts
 
 
 def about(t: Trajectory, label: str, step: int) -> Item:

@@ -229,8 +229,9 @@ class Child:
         os.dup2(file, 0)
         os.close(file)
         sys.stdin = os.fdopen(0, encoding="utf-8", errors="surrogateescape", closefd=False)
+        most = resource.getrlimit(resource.RLIMIT_CPU)[1]  # stays: a lower one would kill, as nobody but a program should here
         cpu_s = int(head["timeout_s"]) + 1
-        resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s + 1))
+        resource.setrlimit(resource.RLIMIT_CPU, (cpu_s if most == resource.RLIM_INFINITY else min(cpu_s, most), most))
         if head.get("memory_bytes"):
             _limit_address(head["memory_bytes"])
 

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,6 +33,22 @@ class LockError(Exception):
         super().__init__(reason)
         self.reason = reason
         self.remedy = remedy
+
+
+def time_may_be_up(stat: str, limits: str, limit_s: int, cores: int) -> bool:
+    """Returns whether a process may have died of a limit on time, by /proc's words of it; True where these are odd.
+
+    CPU time is counted by ticks, between which a program may rest, so what was used says nothing: it may be up as soon as
+    `cores` together could have reached `limit_s`, or when the program has lowered that.
+    """
+    try:
+        words = stat.rpartition(")")[2].split()
+        hard = {line[:25].rstrip(): line[25:].split()[1] for line in limits.splitlines()[1:]}
+        lowered = int(hard["Max cpu time"]) < limit_s or hard["Max realtime timeout"] != "unlimited"
+        age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - int(words[19]) / os.sysconf("SC_CLK_TCK")
+    except (LookupError, ValueError):
+        return True
+    return lowered or age_s * cores >= limit_s
 
 
 class Unlocked:

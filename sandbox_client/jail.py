@@ -16,7 +16,7 @@ from pathlib import Path
 
 from . import branch, seccomp
 from .cgroups import Leaves
-from .groups import Limits, LockError, Unlocked
+from .groups import Limits, LockError, Unlocked, time_may_be_up
 
 _libc = ctypes.CDLL(None, use_errno=True)
 # looked up once, here: a name first used in a child is looked up again by every child
@@ -34,6 +34,7 @@ _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_CAPBSET_DROP = 1, 4, 2
 _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 36, 38
 _PF_EXITING = 4
 _MACHINE = os.uname().machine
+_CORES = os.sysconf("SC_NPROCESSORS_CONF")  # asked before the root is changed; a program may widen its affinity
 _SYS_CLONE = {"x86_64": 56, "aarch64": 220}.get(_MACHINE, -1)
 # the same numbers on x86_64 and aarch64
 _SYS_CLOSE_RANGE, _SYS_MOUNT_SETATTR = 436, 442
@@ -409,7 +410,7 @@ class Namespaced:
 
     def exiting(self, pid: int) -> bool:
         """Returns whether `pid` and all its threads have begun to end."""
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, LookupError, ValueError):
             words = self._text(f"{pid}/stat").rpartition(")")[2].split()
             return bool(int(words[6]) & _PF_EXITING) and int(words[17]) <= 1
         return True
@@ -418,16 +419,16 @@ class Namespaced:
         """Returns whether a program could have brought about the SIGKILL of which `pid` is dead, and not reaped yet.
 
         The init of a pid namespace is deaf to the signals of those inside, SIGKILL too, and ptrace, whose tracer can take its
-        tracee along, is filtered. What is left to a program is to lower its limit on CPU time, and to reach it.
+        tracee along, is filtered. What is left to a program is to run out of memory, of which only a cgroup tells, or of time.
+        In doubt it was the program: to hide its own failure is worse than to be told of one that was not.
         """
-        try:
-            words = self._text(f"{pid}/stat").rpartition(")")[2].split()
-            limits = self._text(f"{pid}/limits").splitlines()
-        except OSError:
+        if self._leaves is None:
             return True
-        most = next(line.split()[4] for line in limits if line.startswith("Max cpu time"))
-        used_s = sum(map(int, words[11:13])) / os.sysconf("SC_CLK_TCK")
-        return most != "unlimited" and used_s > int(most) / 2  # the limit is counted by ticks, what was used is not
+        try:
+            stat, limits = (self._text(f"{pid}/{name}") for name in ("stat", "limits"))
+        except (OSError, ValueError):
+            return True
+        return time_may_be_up(stat, limits, _allowed(resource.RLIMIT_CPU, self._limits.cpu_s), _CORES)
 
     def _text(self, path: str) -> str:
         file = self._open(path)

@@ -380,6 +380,7 @@ class Pool:
             child.finish(None if status == -1 else status, known == frames.OUT_OF_MEMORY, known == frames.FROM_OUTSIDE)
             if child in self._warm:
                 self._warm.remove(child)
+                self._refill()
 
 
 def child_environment(toolchains: Sequence[str] = ()) -> dict[str, str]:

@@ -8,6 +8,7 @@ import json
 import os
 import secrets
 import sys
+import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -77,8 +78,11 @@ def no_child(death: ChildDied) -> Refused:
 class Gate:
     """At most `running` programs at once, at most `waiting` behind them, each for at most `longest_s`."""
 
-    def __init__(self, running: int, waiting: int, longest_s: float = wire.MAX_TIMEOUT_S) -> None:
-        self.longest_s = longest_s
+    def __init__(
+        self, running: int, waiting: int, longest_s: float = wire.MAX_TIMEOUT_S, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`clock`: tells how long a program has been inside."""
+        self.longest_s, self._clock = longest_s, clock
         self._slots = asyncio.Semaphore(running)
         self._room = self._most = waiting
         self._begun: dict[object, float] = {}  # when each of those inside was let in
@@ -90,7 +94,7 @@ class Gate:
 
     def busy(self) -> int:
         """Returns how many programs want a core: those that wait, and those that are young. An old one may well sleep."""
-        since = asyncio.get_running_loop().time() - _YOUNG_S
+        since = self._clock() - _YOUNG_S
         return self._most - self._room + sum(begun > since for begun in self._begun.values())
 
     @asynccontextmanager
@@ -112,7 +116,7 @@ class Gate:
         else:
             await self._slots.acquire()
         loop, mark = asyncio.get_running_loop(), object()
-        self._begun[mark] = loop.time()
+        self._begun[mark] = self._clock()
         try:
             yield
         finally:

@@ -26,6 +26,8 @@ _ALONE = (
 )
 _MOUSE = "--blink-settings=primaryHoverType=2,availableHoverTypes=2,primaryPointerType=4,availablePointerTypes=4"
 
+START_S = 120.0
+
 
 class Unanswered(Exception):
     """The browser could not say what it was asked."""
@@ -36,37 +38,54 @@ class Browser:
 
     def __init__(self, program: str):
         self.faults: list[str] = []
+        self.http: aiohttp.ClientSession | None = None
+        self._drain: threading.Thread | None = None
         self.folder = tempfile.mkdtemp()
         flags = ["--headless", "--no-sandbox", "--disable-gpu", "--remote-debugging-port=0", f"--user-data-dir={self.folder}"]
         command = [program, *flags, *_ALONE, _MOUSE, "about:blank"]
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
 
     async def __aenter__(self) -> "Browser":
-        port = await asyncio.to_thread(self._port)
-        self.http = aiohttp.ClientSession()
-        async with self.http.get(f"http://127.0.0.1:{port}/json") as answer:
-            (page,) = [one for one in await answer.json() if one["type"] == "page"]
-        self.socket = await self.http.ws_connect(page["webSocketDebuggerUrl"], max_msg_size=0)
-        self.number = 0
-        for domain in ("Page", "Runtime", "Log"):
-            await self.do(f"{domain}.enable")
+        try:
+            port = await asyncio.to_thread(self._port)
+            self.http = aiohttp.ClientSession()
+            async with self.http.get(f"http://127.0.0.1:{port}/json") as answer:
+                (page,) = [one for one in await answer.json() if one["type"] == "page"]
+            self.socket = await self.http.ws_connect(page["webSocketDebuggerUrl"], max_msg_size=0)
+            self.number = 0
+            for domain in ("Page", "Runtime", "Log"):
+                await self.do(f"{domain}.enable")
+        except BaseException:
+            await self.__aexit__()
+            raise
         return self
 
     def _port(self) -> str:
         assert self.process.stderr
-        for line in self.process.stderr:
-            if found := re.search(r"ws://127\.0\.0\.1:(\d+)/", line):
-                self._drain = threading.Thread(target=self.process.stderr.read, daemon=True)
-                self._drain.start()
-                return found[1]
-        raise RuntimeError("Chromium ended before it listened")
+        impatient = threading.Timer(START_S, self.process.kill)
+        impatient.start()
+        try:
+            for line in self.process.stderr:
+                if found := re.search(r"ws://127\.0\.0\.1:(\d+)/", line):
+                    self._drain = threading.Thread(target=self.process.stderr.read, daemon=True)
+                    self._drain.start()
+                    return found[1]
+        finally:
+            impatient.cancel()
+        raise RuntimeError(f"Chromium ended before it listened, or did not within {START_S:g} s")
 
     async def __aexit__(self, *_: object) -> None:
-        await self.http.close()
+        if self.http:
+            await self.http.close()
         self.process.terminate()
-        self.process.wait(30)
+        try:
+            self.process.wait(30)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait(30)
         assert self.process.stderr
-        self._drain.join(30)
+        if self._drain:
+            self._drain.join(30)
         self.process.stderr.close()
         shutil.rmtree(self.folder, ignore_errors=True)
 

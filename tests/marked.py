@@ -15,13 +15,13 @@ def processes_with(mark: str) -> list[int]:
 
 
 def init_with(mark: str) -> int:
-    """Returns the init of the pid namespace that a process with `mark` in its command line is in, 0 for none."""
+    """Returns the init of the pid namespace that a process with `mark` in its command line is in. Raises LookupError."""
     for pid in processes_with(mark):
-        with contextlib.suppress(OSError, IndexError):
+        with contextlib.suppress(OSError, LookupError):
             while pid > 1:
                 words = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
                 inside = words["NSpid"].split()
                 if len(inside) > 1 and inside[-1] == "1":
-                    return pid
+                    return pid  # never 0, whose kill would reach all of the caller's group
                 pid = int(words["PPid"])
-    return 0
+    raise LookupError(f"no process with {mark} lives in a pid namespace of its own")

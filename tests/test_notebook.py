@@ -77,6 +77,12 @@ def test_the_pictures_of_a_run_are_inert_markup(tmp_path: Path) -> None:
     assert not tags & {"script", "img", "iframe", "a"} and "\u202e" not in train
 
 
+def test_indentation_and_every_kind_of_space_are_shown_as_they_are(tmp_path: Path) -> None:
+    said = "def f():\n\treturn\u00a01\u3000"
+    write_run(tmp_path / "run", {"after": [episode("b", text=said + "\x1b\u202e\u2028")]})
+    assert said + 3 * "\ufffd" in episodes(tmp_path / "run", "after", 1).text
+
+
 def test_the_pictures_of_a_run_that_has_just_begun_say_so(tmp_path: Path) -> None:
     write_run(tmp_path / "run", {}, steps=0, warmup={"steps": 0}, finished=False)
     assert "no steps yet" in curves(tmp_path / "run").text
@@ -146,6 +152,13 @@ def test_a_bare_runtime_installs_what_its_machine_computes_with(
     assert done.returncode == 0, done.stderr
     assert told in done.stdout and f"jaxagent of {REPOSITORY}" in done.stdout
     assert json.loads((tmp_path / "asked").read_text()) == ["install", "--quiet", "-e", f"{REPOSITORY}{extra}"]
+
+
+def test_a_mere_folder_of_its_name_is_no_jaxagent(bare: Path, tmp_path: Path) -> None:
+    (tmp_path / "here" / "jaxagent").mkdir(parents=True)
+    done = set_up(bare, tmp_path, str(REPOSITORY))
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "asked").read_text()) == ["install", "--quiet", "-e", str(REPOSITORY)]
 
 
 def sources(folder: Path) -> dict[str, str]:

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from jaxagent.types import Message, ToolCall
 CHATML = make("chatml")
 CALL = Message("assistant", "Let me see.", calls=(ToolCall("look", {"key": "37"}),))
 SAID = Message("assistant", "It is 52.")
+READY_S = 300.0  # it loads and compiles before it says that it is ready
 
 
 def through(work: Callable[[str], Awaitable[None]], *turns: Message) -> None:
@@ -147,11 +149,15 @@ def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str
         [*command, f"--token-file={folder / 'token'}", "--slots=4"], env=environment, stdout=subprocess.PIPE, text=True
     ) as process:
         assert process.stdout
+        impatient = threading.Timer(READY_S, process.kill)
+        impatient.start()
         try:
             ready = json.loads(next(line for line in process.stdout if line.startswith("{")))
+            impatient.cancel()
             assert ready["ready"] and ready["model"] == NAME
             yield ready["url"].removesuffix("/v1"), (folder / "token").read_text().strip()
         finally:
+            impatient.cancel()
             process.send_signal(signal.SIGINT)
     assert process.returncode == 0
 

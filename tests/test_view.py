@@ -246,6 +246,14 @@ def test_credit_of_a_turn_has_the_parts_of_its_reward_and_its_checks(tmp_path: P
     assert not {"parts", "checks"} & set(first)
 
 
+@pytest.mark.parametrize(("told", "shown"), [(None, 0.0), (0.3 - 0.1 - 0.2, 0.0), (0.25, 0.25)])
+def test_no_rounding_of_sums_is_shown_as_an_outcome(tmp_path: Path, told: float | None, shown: float) -> None:
+    row = episode("test/0", reward=0.3)
+    row.turns[1].parts, row.turns[1].outcome = {"format": 0.1, "found": 0.2}, told
+    (item,) = view.collect(write_run(tmp_path / "run", {"before": [row]}))["trajectories"]
+    assert item["turns"][1]["parts"] == {"outcome": shown, "format": 0.1, "found": 0.2}
+
+
 def test_long_curve_is_averaged_without_mixing_warm_up_and_training() -> None:
     records = [{"step": i + 1, "reward/mean": float(i >= 1001), "time/train_s": 1.0} for i in range(10_000)]
     shown = view.curves(records, 1001)

@@ -66,6 +66,17 @@ def test_for_callers_who_wait_as_many_forks_begin_at_once_as_there_are_cores() -
     _with_pool(0, work)
 
 
+def test_a_child_that_dies_while_it_waits_is_replaced() -> None:
+    async def work(pool: Pool) -> None:
+        child = pool._warm[0]
+        child.kill("closed")
+        await child.ended
+        await _until(lambda: pool.warm == 1)
+        assert pool.forks == 2 and pool._warm[0] is not child
+
+    _with_pool(1, work)
+
+
 def test_where_nothing_can_be_forked_everybody_who_waits_is_told() -> None:
     async def work(pool: Pool) -> None:
         home = Path(tempfile.gettempdir(), f"sandbox-{pool.process_ids()[0]}")
@@ -80,7 +91,8 @@ def test_where_nothing_can_be_forked_everybody_who_waits_is_told() -> None:
 
 def test_a_gate_counts_who_waits_and_who_is_young_and_says_when_one_leaves() -> None:
     async def main() -> None:
-        loop, gate, left = asyncio.get_running_loop(), Gate(2, 8), list[int]()
+        loop, now, left = asyncio.get_running_loop(), [0.0], list[int]()
+        gate = Gate(2, 8, clock=lambda: now[0])
         gate.on_leave = lambda: left.append(gate.inside)
         over = asyncio.Event()
 
@@ -91,7 +103,8 @@ def test_a_gate_counts_who_waits_and_who_is_young_and_says_when_one_leaves() -> 
         programs = [asyncio.create_task(program()) for _ in range(3)]
         await asyncio.sleep(0)
         assert (gate.inside, gate.busy()) == (2, 3)
-        await _until(lambda: gate.busy() == 1)  # two have run for a while, and may well sleep; one waits for its turn
+        now[0] = 60.0
+        assert gate.busy() == 1  # two have run for a while, and may well sleep; one waits for its turn
         over.set()
         await asyncio.gather(*programs)
         await asyncio.sleep(0)
