@@ -104,7 +104,7 @@ class Pool:
         self._waiting: deque[asyncio.Future[Child]] = deque()
         self._orders: deque[tuple[bytes, tuple[int, ...]]] = deque()
         self._reports = bytearray()
-        self._closed = self.dead = self._begun = False
+        self._closing = self._closed = self.dead = self._begun = False
         self.forks = self.takes = self.cold_takes = self.killed = 0
         self.on_death: Callable[[], None] = lambda: None
         self.on_end: Callable[[float], None] = lambda _: None
@@ -259,6 +259,7 @@ class Pool:
         """Ends the zygote, which first ends and reaps every child."""
         if not self._begun:
             return
+        self._closing = True  # from here on nothing is replaced
         children = list(self._children.values())
         for child in children:
             child.kill("closed")
@@ -380,7 +381,8 @@ class Pool:
             child.finish(None if status == -1 else status, known == frames.OUT_OF_MEMORY, known == frames.FROM_OUTSIDE)
             if child in self._warm:
                 self._warm.remove(child)
-                self._refill()
+                if not self._closing:
+                    self._refill()
 
 
 def child_environment(toolchains: Sequence[str] = ()) -> dict[str, str]:
