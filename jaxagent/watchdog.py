@@ -98,7 +98,10 @@ class Watchdog:
         finally:
             if self._told:  # whatever ended the phase came too late, such as the end of another host
                 self._over.wait()
+            thread = self._thread
             self._enter(outer.name if outer else "")
+            if not outer and thread:
+                thread.join(1.0)
 
     def budget_s(self, name: str) -> float:
         """Seconds that the next phase of this name may take."""

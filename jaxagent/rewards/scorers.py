@@ -86,9 +86,6 @@ def scorer_of(expression: str, options: Mapping[str, Mapping[str, Any]]) -> Scor
 def fault_of_task(expression: str, task: Mapping[str, Any]) -> str:
     """What a task lacks for the scorers of an expression, or nothing."""
     _, names = names_of(expression)
-    for key, readers in (("answer", _WANT_ANSWER), ("question", {"judge", "rubric"})):
-        if key not in task and (wanting := sorted(readers.intersection(names))):
-            return f"{wanting[0]} wants the task's `{key}`, which has only {', '.join(task)}"
     answers = [str(one) for one in (task["answer"] if isinstance(task.get("answer"), list) else [task.get("answer")])]
     if "last_number" in names and not all(map(_is_number, answers)):
         return f"last_number needs numbers as answers, got {answers[0]!r}"
@@ -101,6 +98,9 @@ def fault_of_task(expression: str, task: Mapping[str, Any]) -> str:
         isinstance(calls, list) and all(isinstance(one, dict) and "name" in one for one in calls)
     ):
         return 'a list `calls` of {"name": ..., "arguments": {...}} is wanted'
+    for key, readers in (("answer", _WANT_ANSWER), ("question", {"judge", "rubric"})):
+        if key not in task and (wanting := sorted(readers.intersection(names))):
+            return f"{wanting[0]} wants the task's `{key}`, which has only {', '.join(task)}"
     return ""
 
 

@@ -129,4 +129,4 @@ def test_every_difference_is_found_and_named(kills: Any, ended: Path, tmp_path: 
     Store(other / "trajectories").write("train-000001", rows)
     (other / "eval.json").write_text("{ }")
     found = kills.differences(ended, other, 1)
-    assert list(found.values()) == ["params['w']", "step 1: ['reward/mean']", "another multiset", "train-000001", "differs"]
+    assert list(found.values()) == ["params['w']", "step 1: ['reward/mean']", "another multiset", "", "train-000001", "differs"]
