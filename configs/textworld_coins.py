@@ -58,6 +58,6 @@ def get_config(arg: str = "") -> ConfigDict:
         c.model.layers, c.agent.max_turns = 2, 6
         c.agent.max_tokens = c.engine.slot_tokens = c.engine.chunk = c.learner.row_tokens = 160
         c.warmup.steps, c.warmup.demos, c.warmup.batch = 4, 4, 4
-        c.train.steps, c.feed.prompts, c.feed.rollouts = 2, 2, 4
+        c.train.steps, c.train.minibatches, c.feed.prompts, c.feed.rollouts = 2, 2, 2, 4
         c.evaluate.every, c.evaluate.tasks, c.evaluate.final_tasks = 1, 4, 4
     return c
