@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import json
 import os
 import random
@@ -143,7 +144,9 @@ class Killer(threading.Thread):
 
     def look(self) -> tuple[str, int]:
         assert self.main
+        gc.disable()  # what it frees may give the interpreter's lock away, and this call holds the lock of all threads' frames
         frames = sys._current_frames()
+        gc.enable()
         run, here = run_of(frames.get(self.main)), places(frames.get(self.main))
         calls = in_sandbox(run.parts.rollouts._loop) if run and ("feed", "take") in here else 0
         return phase(here, writing(frames, self.main), calls), run.step if run else -1
