@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import os
 import sys
 import threading
@@ -136,9 +137,7 @@ class Watchdog:
         if self._end is not os._exit:
             return
         faulthandler.cancel_dump_traceback_later()
-        if (
-            self._now and sys.__stderr__
-        ):  # a library that never gives up the interpreter's lock keeps our thread from running too
+        if self._now and sys.__stderr__:  # a library that keeps the interpreter's lock keeps our thread from running too
             left_s = max(0.0, self._ends(self._now) - time.monotonic()) + self._delay_s + UNHEARD_S
             with contextlib.suppress(ValueError, OSError):  # it is closed
                 faulthandler.dump_traceback_later(left_s, exit=True, file=sys.__stderr__)
@@ -209,7 +208,10 @@ def _tried(work: Callable[[], Any]) -> Any:
 def _stacks() -> Iterator[str]:
     """Where every thread of this process is."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    for ident, frame in sys._current_frames().items():
+    gc.disable()  # what it frees may give the interpreter's lock away, and the next call holds the lock of all threads' frames
+    frames = sys._current_frames()
+    gc.enable()
+    for ident, frame in frames.items():
         yield f"thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame)).rstrip()}"
 
 
