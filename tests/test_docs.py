@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tomllib
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from subprocess import PIPE
 from typing import Any
@@ -217,9 +217,12 @@ def shortened(line: str) -> tuple[str, list[str]]:
     return name, [*words, *SHORT.get(name, ())]
 
 
-def hears_ctrl_c() -> None:
-    """Run by a child: those of a script in the background ignore it."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+@pytest.fixture
+def ctrl_c_is_heard() -> Iterator[None]:
+    """By this process, and so by those that it starts: what a script in the background starts ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def answered(name: str, said: str, place: Path) -> None:
@@ -250,6 +253,7 @@ LEFT: dict[str, Callable[[Path, str], object]] = {  # what must be there after e
 
 
 @pytest.mark.learning
+@pytest.mark.usefixtures("ctrl_c_is_heard")
 def test_the_list_of_the_readme_runs_from_its_first_line_to_its_last(tmp_path: Path) -> None:
     """Not whether anything is learnt: whether every command works on what those before it have left."""
     (tmp_path / "configs").symlink_to(ROOT / "configs")
@@ -260,7 +264,7 @@ def test_the_list_of_the_readme_runs_from_its_first_line_to_its_last(tmp_path: P
     for name, words in listed:
         command = [sys.executable, "-m", "jaxagent", *words]
         streams: dict[str, Any] = {"stdout": PIPE, "stderr": PIPE, "text": True}
-        with subprocess.Popen(command, cwd=tmp_path, env=environment, preexec_fn=hears_ctrl_c, **streams) as running:
+        with subprocess.Popen(command, cwd=tmp_path, env=environment, **streams) as running:
             assert running.stdout is not None
             first = running.stdout.readline() if name in UNTIL_STOPPED else ""
             try:
