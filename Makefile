@@ -11,7 +11,7 @@ PYTHON ?= $(shell for p in python3 python3.12 python3.13 python3.11 python; do \
 PINS = constraints-$(shell $(BIN)/python -c 'import sys; print("3.11" if sys.version_info < (3, 12) else "3.12")').txt
 PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: help quickstart maze test learning parity clients check clean
+.PHONY: help quickstart maze test learning parity clients vendors worlds check clean
 .DEFAULT_GOAL := help
 
 help:  ## lists these commands
@@ -36,9 +36,26 @@ parity: $(VENV)/parity  ## compares logits, gradients and rendered chats with tr
 # A test that skips there because something is not installed has failed.
 OUTSIDE = JAXAGENT_ALL_INSTALLED=1
 clients: $(VENV)/clients/done $(VENV)/agents/done  ## the clients, loggers and agent frameworks that others make, against ours
-	$(OUTSIDE) $(VENV)/clients/bin/python -m pytest tests/test_serve_clients.py tests/test_echoes.py $(ARGS)
+	$(OUTSIDE) $(VENV)/clients/bin/python -m pytest tests/test_serve_clients.py tests/test_endpoint_foreign.py tests/test_echoes.py $(ARGS)
 	$(OUTSIDE) $(VENV)/agents/bin/python -m pytest tests/test_programs_frameworks.py $(ARGS)
 	$(OUTSIDE) $(VENV)/agents/bin/python -m pytest -m learning tests/test_learning_frameworks.py $(ARGS)
+
+vendors: $(VENV)/vendors/done $(VENV)/prime/done  ## the sandbox's adapters against the services' own clients and servers, where they run offline
+	$(OUTSIDE) $(VENV)/vendors/bin/python -m pytest tests/sandbox_client/test_vendor_clients.py \
+		tests/sandbox_client/test_conformance.py tests/sandbox_client/test_backends.py tests/envs/test_openenv.py \
+		tests/toolbox/test_model_context.py tests/data/test_records.py -k "not prime_s_messages" $(ARGS)
+	$(OUTSIDE) $(VENV)/prime/bin/python -m pytest tests/sandbox_client/test_vendor_clients.py -k prime_s_messages $(ARGS)
+
+# Installs every world that is wanting here and has the programs that it needs, Pythons 3.11 and 3.12 among them; the skips tell of
+# the others.
+worlds: export JAXAGENT_ENVS = $(CURDIR)/$(VENV)/worlds
+worlds: $(VENV)/dev $(VENV)/vendors/done  ## the worlds that others make, each in an environment of its own
+	-$(BIN)/jaxagent env list | sed -n 's/.*; run: jaxagent env install \([a-z_]*\).*/\1/p' | \
+		xargs -r -n 1 $(BIN)/jaxagent env install
+	$(BIN)/jaxagent env list
+	$(OUTSIDE) OPENENV_PYTHON=$(CURDIR)/$(VENV)/vendors/bin/python $(BIN)/python -m pytest -rs tests/envs/test_libraries.py \
+		tests/envs/test_gem.py tests/envs/test_alfworld.py tests/envs/test_debug_gym.py tests/envs/test_desk.py \
+		tests/envs/test_browsers.py tests/envs/test_openenv.py $(ARGS)
 
 check: $(VENV)/dev  ## format, lint, types, and the rules of the house
 	$(BIN)/ruff format --check .
@@ -68,13 +85,16 @@ $(VENV)/dev: $(VENV)/core
 	@$(PIP) -c $(PINS) -e ".[test,check]"
 	@touch $@
 
-$(VENV)/clients/done: EXTRAS = test,clients,loggers
+$(VENV)/clients/done: EXTRAS = test,clients,servers,loggers
 $(VENV)/agents/done: EXTRAS = test,agents
-$(VENV)/clients/done $(VENV)/agents/done: $(VENV)/dev
+$(VENV)/vendors/done: EXTRAS = test,vendors
+$(VENV)/prime/done: EXTRAS = test,prime
+$(VENV)/clients/done $(VENV)/agents/done $(VENV)/vendors/done $(VENV)/prime/done: $(VENV)/dev
 	@echo "installing $(EXTRAS): some minutes"
 	@$(BIN)/python -m venv $(@D)
 	@$(BIN)/python -c 'import site; print(site.getsitepackages()[0])' > "$$($(@D)/bin/python -c 'import site; print(site.getsitepackages()[0])')/beside.pth"
-	@$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -c $(PINS) -e ".[$(EXTRAS)]"
+	@grep -vE '^(mcp|mcp-types|pyarrow)==' $(PINS) > $(@D)/pins.txt  # which some of them want other versions of
+	@$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -c $(@D)/pins.txt -e ".[$(EXTRAS)]"
 	@touch $@
 
 $(VENV)/parity: $(VENV)/dev

@@ -191,7 +191,7 @@ def decode(
     form = {"pages": paged_attention(config.attention, mesh), "pages-xla": PagedReference(config.attention)}.get(arm)
     steps: Any = make_steps(config, dtype=jnp.bfloat16, chunk=PAGE, decode_tokens=tokens, mesh=mesh, pages=form)
     trained = params_of(nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0))))[1]
-    weights = jax.tree.map(normal, jax.eval_shape(steps.publish, trained))
+    weights = jax.tree.map(normal, steps.publish.shapes(trained))
     cache = jax.tree.map(normal, jax.eval_shape(lambda: cache_of(config, shape, form)))
     held = new_rows(rows, shape.stop_tokens)
     state = {"token": 5, "pos": context - tokens, "live": True, "left": 10**6, "temperature": 1.0, "top_p": 1.0, "stop": -1}

@@ -40,6 +40,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -62,6 +63,7 @@ IN_WARM_UP = ("warm-up", "save", "warm-up", "any")
 # What may differ between two equal runs: times, and what depends on which request came first.
 CLOCKED = ("time/", "engine/", "sandbox/", "feed/streamed", "rollout/tool_latency_s", "rollout/retried", "rollout/seconds")
 POLL_S = 0.002
+NO_SWITCH_S = 0.1  # within which a look at all stacks is over
 LATER_S = 0.05  # a kill comes up to so much after its phase has begun
 ANY_S = 3.0  # CPU seconds: a kill that is not aimed comes up to so much after its step has begun
 START_S = 7.0  # CPU seconds that a start takes
@@ -69,6 +71,23 @@ PATIENCE = 4  # steps that a kill waits for its phase; then it comes as it is
 
 
 # ---------------------------------------------------------------------- what a process is doing
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """No other thread runs Python meanwhile: a frame that returns while its callers are walked through takes the process along.
+
+    Nor is anything collected: what that frees may give the interpreter's lock away, and asking for all frames holds another.
+    """
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(NO_SWITCH_S)
+    time.sleep(0)  # whoever waits already has asked for the lock by now, and gets it here
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        sys.setswitchinterval(before)
 
 
 def stack(frame: FrameType | None) -> Iterator[FrameType]:
@@ -144,12 +163,11 @@ class Killer(threading.Thread):
 
     def look(self) -> tuple[str, int]:
         assert self.main
-        gc.disable()  # what it frees may give the interpreter's lock away, and this call holds the lock of all threads' frames
-        frames = sys._current_frames()
-        gc.enable()
-        run, here = run_of(frames.get(self.main)), places(frames.get(self.main))
-        calls = in_sandbox(run.parts.rollouts._loop) if run and ("feed", "take") in here else 0
-        return phase(here, writing(frames, self.main), calls), run.step if run else -1
+        with alone():
+            frames = sys._current_frames()
+            run, here = run_of(frames.get(self.main)), places(frames.get(self.main))
+            calls = in_sandbox(run.parts.rollouts._loop) if run and ("feed", "take") in here else 0
+            return phase(here, writing(frames, self.main), calls), run.step if run else -1
 
     def run(self) -> None:
         if self.target == "start":

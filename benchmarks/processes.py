@@ -3,7 +3,8 @@
 Every run is a short quickstart, with its tools and a sandbox of each process, in float32 on virtual CPU devices; two and four
 processes are started by launch/local.sh and meet by `jax.distributed`. A process has two devices, and plays as many episodes
 as any other: `--prompts` groups of 8 in a step. Beside two and beside four processes stands one process with as many devices
-and episodes. DIR keeps what was run, and the same command prints it again.
+and episodes. DIR keeps what was run, and the same command prints it again. With `--warmup=350`, the quickstart's own, episodes
+earn reward from the first step of training on.
 
 First table: the same curve. Second: what an episode costs by the number of processes; CPU seconds are of all processes, with
 their sandboxes, from the second step of training to the last; "tokens" are those that were sampled and trained on. Cores are
@@ -28,6 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 from kills import arrays
 
@@ -42,8 +44,8 @@ HALT_S = 0.25  # the slow one stands still for so long, works for as long, and s
 POLL_S = 0.1
 GROUP = 8
 SETTINGS = (
-    *("warmup.steps=40", "warmup.demos=1280", "evaluate.every=0", "evaluate.tasks=8", "evaluate.final_tasks=32"),
-    *("evaluate.ablate=False", "alarms.stop=", f"feed.rollouts={GROUP}"),
+    *("evaluate.every=0", "evaluate.tasks=8", "evaluate.final_tasks=32", "evaluate.ablate=False"),
+    *("alarms.stop=", f"feed.rollouts={GROUP}"),
 )
 
 
@@ -65,9 +67,19 @@ AS_TWO, AS_FOUR, SLOW = Kind(1, 2), Kind(1, 4), Kind(2, 2, halted=1)
 KINDS = {kind.name: kind for kind in (ONE, TWO, FOUR, AS_TWO, AS_FOUR, SLOW)}
 
 
-def settings(kind: Kind, prompts: int, steps: int) -> list[str]:
+@dataclass(frozen=True)
+class Size:
+    """Args: prompts: groups of a process in a step. warmup, steps: supervised steps, and steps of training."""
+
+    prompts: int
+    warmup: int
+    steps: int
+
+
+def settings(kind: Kind, size: Size) -> list[str]:
     devices = EACH * kind.share
-    sizes = {"feed.prompts": prompts * kind.share, "train.steps": steps, "mesh.fsdp": min(4, devices)}
+    sizes = {"feed.prompts": size.prompts * kind.share, "train.steps": size.steps, "mesh.fsdp": min(4, devices)}
+    sizes |= {"warmup.steps": size.warmup, "warmup.demos": 32 * size.warmup}
     sizes["mesh.cpu_devices"] = devices // kind.processes
     return [*SETTINGS, *(f"{key}={value}" for key, value in sizes.items())]
 
@@ -109,7 +121,7 @@ def halt(pid: int, over: threading.Event) -> None:
                 time.sleep(HALT_S)
 
 
-def trained(kind: Kind, out: Path, prompts: int, steps: int) -> None:
+def trained(kind: Kind, out: Path, size: Size) -> None:
     """Runs it to its end, and writes down wall and CPU seconds as they are when a step is over."""
     workdir = out / kind.name
     ours = workdir / "processes.json"
@@ -126,7 +138,7 @@ def trained(kind: Kind, out: Path, prompts: int, steps: int) -> None:
     if kind.processes > 1:
         begin = [str(ROOT / "launch" / "local.sh"), f"--processes={kind.processes}", f"--port={port}", "--"]
     told = [f"--config={ROOT / 'configs' / 'quickstart.py'}", f"--workdir={workdir}"]
-    told += [f"--config.{setting}" for setting in settings(kind, prompts, steps)]
+    told += [f"--config.{setting}" for setting in settings(kind, size)]
     env = {**os.environ, "JAXAGENT": str(command), "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     records: list[dict[str, float]] = []
     over = threading.Event()
@@ -224,14 +236,13 @@ def weak(out: Path) -> None:
         print(f"| {kind.processes} x {EACH * kind.share // kind.processes} | {cells} |")
 
 
-def moved(prompts: int, steps: int) -> None:
+def moved(size: Size) -> None:
     """Prints the collectives of the learner's programs; several processes compile what one process with all devices does."""
     print("\n| devices | program | collectives of a device, each time |\n|---|---|---|")
     for kind in (TWO, FOUR):
         devices = EACH * kind.share
-        tree, faults = configs.load(str(ROOT / "configs" / "quickstart.py"), settings(kind, prompts, steps))
+        tree, faults = configs.load(str(ROOT / "configs" / "quickstart.py"), settings(kind, size))
         assert not faults, faults
-        tree.mesh.cpu_devices = EACH * FOUR.share
         tree.mesh.data = devices // tree.mesh.fsdp
         for name, lowered in Shapes(tree).learner.lower().items():
             print(f"| {devices} | {name} | {summary(collectives(lowered.compile().as_text()))} |")
@@ -256,18 +267,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--prompts", type=int, default=4, help="groups of 8 of each process")
+    parser.add_argument("--warmup", type=int, default=40, help="supervised steps")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--runs", nargs="*", default=list(KINDS), choices=list(KINDS))
     options = parser.parse_args(arguments)
+    size = Size(options.prompts, options.warmup, options.steps)
+    jax.config.update("jax_num_cpu_devices", EACH * FOUR.share)
     for name in options.runs:
-        trained(KINDS[name], options.out, options.prompts, options.steps)
+        trained(KINDS[name], options.out, size)
     for one, many in ((AS_TWO, TWO), (AS_FOUR, FOUR)):
         if all((options.out / kind.name / "processes.json").exists() for kind in (one, many)):
             same(options.out, one, many)
     weak(options.out)
     waited(options.out)
     if set(options.runs) == set(KINDS):
-        moved(options.prompts, options.steps)
+        moved(size)
 
 
 if __name__ == "__main__":

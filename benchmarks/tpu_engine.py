@@ -105,12 +105,14 @@ def shapes(config: DecoderConfig, job: Job, slots: bool = False, drafts: int = 0
 def measure(engine: EngineShapes, config: DecoderConfig, name: str) -> list[str]:
     """The rest of a program's row."""
     began = time.monotonic()
-    program = getattr(engine.steps, name).lower(*arguments(engine)[name]).compile()
-    text, memory, cache = program.as_text(), program.memory_analysis(), size_bytes(engine.cache)
-    o = engine.options
+    programs = [(lowered.compile(), times) for lowered, times in lower(engine, name)]
+    text, cache, o = "\n".join(program.as_text() for program, _ in programs), size_bytes(engine.cache), engine.options
+    temporary = max(program.memory_analysis().temp_size_in_bytes for program, _ in programs)
+    in_place = programs[0][0].memory_analysis().alias_size_in_bytes
     # The compiler does not tell how often the loop over tokens runs, nor those over a slot's chunks: here both as often.
     assert o.decode_tokens == o.slot_tokens // o.chunk
-    moved, must = moved_bytes(text, trips=o.decode_tokens), must_move(engine, config, name)
+    moved = sum(times * moved_bytes(program.as_text(), trips=o.decode_tokens) for program, times in programs)
+    must = must_move(engine, config, name)
     if name == "decode":
         moved /= o.decode_tokens
     changed = {"publish": 0, **dict.fromkeys(("decode", "verify"), cache + size_bytes(engine.rows))}.get(name, cache)
@@ -119,18 +121,23 @@ def measure(engine: EngineShapes, config: DecoderConfig, name: str) -> list[str]
         f"{must / 1e6:.1f}",
         f"{moved / 1e6:.1f}",
         f"{moved / must:.2f}",
-        f"{memory.temp_size_in_bytes / 1e6:.1f}",
-        f"{memory.temp_size_in_bytes / cache:.3f}",
-        f"{memory.alias_size_in_bytes / changed:.2f}" if changed else "",
+        f"{temporary / 1e6:.1f}",
+        f"{temporary / cache:.3f}",
+        f"{in_place / changed:.2f}" if changed else "",
         ", ".join(way for way in HOST if way in text) or "nothing",
         f"{time.monotonic() - began:.0f}",
     ]
 
 
-def arguments(engine: EngineShapes) -> dict[str, tuple[Any, ...]]:
-    """What the programs are called with; fork copies a page of each row, or a whole slot."""
+def lower(engine: EngineShapes, name: str) -> list[tuple[Any, int]]:
+    """A program and how often it runs, or those of which publishing consists; fork copies a page of each row, or a slot."""
+    if name == "publish":
+        singles = [engine.steps.publish.single.lower(w) for part, w in engine.given.items() if part != "blocks"]
+        return [(engine.lower_one(name), engine.config.layers), *((one, 1) for one in singles)]
+    if name != "fork":
+        return [(engine.lower_one(name), 1)]
     o, none = engine.options, np.zeros(engine.options.append_rows, np.int32)
-    return {**engine.arguments(), "fork": (engine.cache, none, none, *(() if o.pages else (o.slot_tokens,)))}
+    return [(engine.steps.fork.lower(engine.cache, none, none, *(() if o.pages else (o.slot_tokens,))), 1)]
 
 
 def must_move(engine: EngineShapes, config: DecoderConfig, name: str) -> float:

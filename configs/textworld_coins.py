@@ -4,6 +4,8 @@ jaxagent env install textworld; jaxagent train --config=configs/textworld_coins.
 
 Chains of rooms, with and without dead ends beside them. Three times in ten the walks that are shown go another way than the
 right one, back or into a dead end, and return. Not to go back, and into no dead end twice, is left to reinforcement.
+
+Sizes: `jaxagent plan --config=configs/textworld_coins.py` forecasts 44.5 MiB of each of two CPU devices: 0.15M weights.
 """
 
 from base import get_config as base

@@ -23,12 +23,17 @@ import argparse
 import importlib
 import json
 import os
+import select
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 STORIES = ("train", "finetune")
+AGAIN = 75  # the exit code of what was told to end and goes on when it is started again, as `train.EXIT_AGAIN`
 CONFIGURED = (*STORIES, "plan")  # commands that take a config with overrides
 # What several processes that train together are told: flags, and the variables that say the same.
 PROCESSES = {"coordinator": "JAX_COORDINATOR_ADDRESS", "processes": "JAX_NUM_PROCESSES", "process": "JAX_PROCESS_ID"}
@@ -214,6 +219,32 @@ def count(text: str) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command; returns its exit code. One of which nobody reads the output any more, and which has none of its own to
+    tell, ends with 141, as other programs do then.
+    """
+    code = 0
+    try:
+        code = run(argv)
+        if sys.stdout:
+            sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        gone = [output.fileno() for output in (sys.stdout, sys.stderr) if output and _unread(output)]
+        if not gone:
+            raise  # of another pipe: a fault of ours
+        for output in gone:  # what is still to be written at the end of this process
+            os.dup2(os.open(os.devnull, os.O_WRONLY), output)
+        return code or 141
+
+
+def _unread(output: TextIO) -> bool:
+    """Whether the reader of an output is gone."""
+    end = select.poll()
+    end.register(output, 0)
+    return bool(end.poll(0))
+
+
+def run(argv: Sequence[str] | None = None) -> int:
     """Runs a command; returns its exit code. A fault of the user's is told in a sentence, without a traceback."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     overrides = [a.removeprefix("--config.") for a in arguments if a.startswith("--config.")]
@@ -226,6 +257,44 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     if command == "eval" and options["follow"]:
         command = "eval follow"
+    try:
+        with _ended_by_sigterm(command in STORIES):
+            return _told(command, overrides, options)
+    except KeyboardInterrupt:
+        print(f"stopped{_goes_on(command, options.get('workdir', ''))}", file=sys.stderr)
+        return 130
+    except Terminated as error:
+        print(f"{error}: stopped{_goes_on(command, options['workdir'])}", file=sys.stderr)
+        return AGAIN
+
+
+class Terminated(SystemExit):
+    """SIGTERM before there is anything to save, or after it has been."""
+
+    def __str__(self) -> str:
+        return "SIGTERM while nothing was trained"
+
+
+@contextmanager
+def _ended_by_sigterm(story: bool) -> Iterator[None]:
+    """SIGTERM raises Terminated. A story has a hearer of its own while there is something to save (`train.story`)."""
+
+    def end(*_: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one would interrupt what the first one closes
+        raise Terminated(AGAIN)
+
+    if not story or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _told(command: str, overrides: Sequence[str], options: dict[str, Any]) -> int:
+    """Calls a command; what it does not take is told in a sentence."""
     home = importlib.import_module(_HOME[command])
     faults: tuple[type[Exception], ...] = (ValueError, *getattr(home, "FAULTS", ()))
     try:
@@ -233,9 +302,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except faults as error:
         print(error, file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print(f"stopped{_goes_on(command, options.get('workdir', ''))}", file=sys.stderr)
-        return 130
 
 
 def _goes_on(command: str, workdir: str) -> str:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import gc
+import logging
 import os
 import re
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +23,7 @@ class Checkpoints:
     """The checkpoints of a workdir. Saving is asynchronous; a killed save leaves the one before loadable."""
 
     def __init__(self, folder: Path, keep: int):
+        _tell_faults_once()
         options = ocp.CheckpointManagerOptions(max_to_keep=keep, enable_async_checkpointing=True)
         self._folder = folder.absolute()
         self._manager = ocp.CheckpointManager(self._folder, options=options)
@@ -53,6 +58,7 @@ class Checkpoints:
         """Ends the writing in the background. What it could not write was told by `save` or `wait`, or nobody asked for it."""
         with contextlib.suppress(OSError), self._told():
             self._manager.close()
+        gc.collect()  # what a fault left half done in Orbax's threads ends here, and not with a word at the exit
 
     def whole(self) -> int | None:
         """The last step of which all is on disk, whatever has become of later saves."""
@@ -68,6 +74,28 @@ class Checkpoints:
                 raise
             code = int(found[1])
             raise OSError(code, os.strerror(code), str(self._folder)) from None
+
+
+@functools.cache
+def _tell_faults_once() -> None:
+    """Each thread of Orbax that a fault meets writes a traceback of it too; `save` and `wait` raise it, and that is enough.
+
+    Nor is it news that what a killed run had half written is written anew.
+    """
+    raised = ("futures/future.py", "checkpointers/async_checkpointer.py", "metadata/checkpoint.py", "checkpoint_manager.py")
+
+    def tells(record: logging.LogRecord) -> bool:
+        again = str(record.msg).startswith("Attempted to create temporary directory")
+        return not (again or (record.exc_info and record.pathname.endswith(raised)))
+
+    logging.getLogger("absl").addFilter(tells)
+    before = sys.unraisablehook
+
+    def hook(told: sys.UnraisableHookArgs) -> None:
+        if not (told.object is None and str(told.exc_value) == "Event loop is closed"):  # of a write that nobody waits for
+            before(told)
+
+    sys.unraisablehook = hook
 
 
 def _abstract(x: jax.Array | np.ndarray) -> jax.ShapeDtypeStruct | np.ndarray:

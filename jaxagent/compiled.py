@@ -246,12 +246,16 @@ def _names(arguments: str) -> list[str]:
 
 
 def _sliced(fused: list[str], number: int) -> float | None:
-    """Bytes that a fusion takes of an operand, where it takes nothing but slices of it."""
+    """Bytes that a fusion takes of an operand, where it takes nothing but slices of it, which may be cast as they are read."""
     instructions = [i for line in fused if (i := _INSTRUCTION.match(line))]
-    name = next((i[1] for i in instructions if i[3] == "parameter" and i[4].startswith(f"{number})")), None)
-    users = [i for i in instructions if name is not None and re.search(rf"%{re.escape(name)}\b", i[4])]
-    partial = users and all(i[3] in _PARTIAL and i[4].startswith(f"%{name}") for i in users)
-    return sum(_size_bytes(array) for i in users for array in _arrays(i[2])) if partial else None
+    parameter = next((i for i in instructions if i[3] == "parameter" and i[4].startswith(f"{number})")), None)
+    if parameter is None:
+        return None
+    users = [i for i in instructions if re.search(rf"%{re.escape(parameter[1])}\b", i[4])]
+    if not users or not all(i[3] in _PARTIAL and i[4].startswith(f"%{parameter[1]}") for i in users):
+        return None
+    dtype = _arrays(parameter[2])[0].partition("[")[0]
+    return sum(_size_bytes(f"{dtype}[{array.partition('[')[2]}") for i in users for array in _arrays(i[2]))
 
 
 def _main_bytes(type_: str) -> int:

@@ -78,6 +78,7 @@ class Endpoint:
         seats = dict[str, _Seat]()
         rows[0].waiting = "environment"
         step = await env.reset(task, rows[0].seed)
+        rows[0].waiting = ""
         while not (stop := self._ended(step)):
             seat = self._seat(seats, step, rows)
             if len(seat.row.turns) >= self.limits.max_turns:

@@ -125,21 +125,18 @@ def summarise(groups: list[list[Trajectory]], k: int) -> dict[str, Any]:
     turns = sum(len(t.turns) for group in groups for t in group if t.stop.counts)
     success = sum(wins) / n if n else math.nan
     rates = [won / len(group) for group, won in zip(played, wins, strict=True)]
-    intervals = {
-        name: wilson(sum(hits), len(hits)) if k == 1 else normal(rates_of[name]) for name, hits in by_difficulty.items()
-    }
     roles = sorted({t.role for t in everyone})
     by_role = {role: _role_table([t for t in everyone if t.role == role]) for role in roles} if len(roles) > 1 else {}
     return {
         "success": success,
-        "ci95": list(wilson(sum(wins), n) if k == 1 else normal(rates)),
+        "ci95": interval(rates, k),
         "n": len(played),
         "k": k,
         "reward": sum(t.reward for t in everyone) / n if n else math.nan,
         "turns": turns / n if n else math.nan,
         **_of_several([len(group) for group in played], wins, k),
         "by_difficulty": {name: sum(hits) / len(hits) for name, hits in sorted(by_difficulty.items())},
-        "ci95_by_difficulty": {name: list(ends) for name, ends in sorted(intervals.items())},
+        "ci95_by_difficulty": {name: interval(each, k) for name, each in sorted(rates_of.items())},
         "solved_by_turn": _by_turn([segments for group in whole for segments in group if segments[0].stop.counts]),
         "broken": sum(len(group) for group in whole) - n,
         **({"by_role": by_role} if by_role else {}),
@@ -153,7 +150,7 @@ def _of_several(played: list[int], wins: list[int], k: int) -> dict[str, Any]:
         for name, share in (("at", pass_at), ("hat", pass_hat)):
             each = [share(n, w, j) for n, w in zip(played, wins, strict=True) if n >= j]
             found[f"pass_{name}_k"][str(j)] = sum(each) / len(each) if each else math.nan
-            found[f"ci95_{name}_k"][str(j)] = list(wilson(sum(each), len(each)))
+            found[f"ci95_{name}_k"][str(j)] = interval(each, k / j)
     return found
 
 
@@ -314,21 +311,19 @@ def pass_hat(n: int, wins: int, k: int) -> float:
     return math.comb(wins, k) / math.comb(n, k)
 
 
-def wilson(wins: float, n: int, z: float = 1.96) -> tuple[float, float]:
-    """The Wilson interval of a share; of a mean of n shares too, then too wide rather than too narrow."""
-    if not n:
-        return (0.0, 1.0)
-    p = wins / n
-    centre = (p + z * z / (2 * n)) / (1 + z * z / n)
-    half = z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n)) / (1 + z * z / n)
-    return (max(0.0, centre - half), min(1.0, centre + half))
+def interval(shares: Sequence[float], most: float = 1.0, z: float = 1.96) -> list[float]:
+    """The 95 % interval of the mean of one share per task: episodes of one task are not independent, tasks are.
 
-
-def normal(rates: list[float], z: float = 1.96) -> tuple[float, float]:
-    """The normal interval of a mean of per-task rates: episodes of one task are not independent."""
-    n = len(rates)
-    if n < 2:
-        return (0.0, 1.0)
-    mean = sum(rates) / n
-    half = z * math.sqrt(sum((r - mean) ** 2 for r in rates) / (n - 1) / n)
-    return (max(0.0, mean - half), min(1.0, mean + half))
+    It is Wilson's (1927) of as many draws as there are tasks where every share is 0 or 1. Shares between say more: as often as
+    their variance goes into that of zeros and ones of the same mean, which is the effective size of Korn & Graubard (1998),
+    and at most `most` times as much. Two tasks of 0 and two of 1 count in both variances: tasks that agree are no certainty.
+    """
+    if not (n := len(shares)):
+        return [0.0, 1.0]
+    p, seen = sum(shares) / n, [*shares, 0.0, 0.0, 1.0, 1.0]
+    mean = sum(seen) / len(seen)
+    variance = sum((share - mean) ** 2 for share in seen) / len(seen)
+    size = n * min(most, mean * (1 - mean) / variance)
+    centre = (p + z * z / (2 * size)) / (1 + z * z / size)
+    half = z * math.sqrt(p * (1 - p) / size + z * z / (4 * size * size)) / (1 + z * z / size)
+    return [max(0.0, centre - half), min(1.0, centre + half)]

@@ -17,6 +17,7 @@ the seed and the step only, a round's rollouts are read again from where they we
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -89,7 +90,7 @@ def main(config: ConfigDict, workdir: str | Path, progress: Progress | None = No
         chapters = tell, train.resume, train.warm_up, partial(tune, given=given), train.finish
         return train.story(Run(config, workdir, parts, progress, watchdog), *chapters)
     finally:
-        with watchdog.within("close"):
+        with train.deaf(signal.SIGTERM), watchdog.within("close"):
             progress.stop()
             parts.close()
 

@@ -10,7 +10,9 @@ import importlib.util
 import itertools
 import json
 import os
+import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,7 +28,8 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxagent.metrics import Mean
-from jaxagent.sharding import DeviceMesh
+from jaxagent.sharding import DeviceMesh, layer_of, layers_of
+from jaxagent.watchdog import AGAIN
 
 HEARTBEAT_S = 30  # after which a host that says nothing is dead, and the others end
 JOIN_S = 300  # in which all hosts must have come
@@ -128,7 +131,8 @@ class Hosts:
         except BaseException as error:
             if self.count == 1:
                 raise
-            if not isinstance(error, known):
+            ended = isinstance(error, SystemExit) and error.code == AGAIN  # told to end while there is nothing to save
+            if not (ended or isinstance(error, known)):
                 traceback.print_exc()
             lost = "if another host has ended, the same command, on all hosts, goes on from the last checkpoint: "
             reason = lost * isinstance(error, jax.errors.JaxRuntimeError) + str(error)
@@ -136,7 +140,7 @@ class Hosts:
             sys.stdout.flush()
             sys.stderr.flush()
             after = overran() if isinstance(error, jax.errors.JaxRuntimeError) else 0
-            os._exit(2 if isinstance(error, known) else after or 1)
+            os._exit(2 if isinstance(error, known) else AGAIN if ended else after or 1)
 
     def check(self, workdir: Path, config: str, local: int) -> None:
         """Raises ValueError where hosts have other files, another config, or another number of devices than the first."""
@@ -197,11 +201,18 @@ def join() -> None:
         return
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     waits: dict[str, Any] = {"initialization_timeout": JOIN_S, "heartbeat_timeout_seconds": HEARTBEAT_S}
+    main = threading.current_thread() is threading.main_thread()
+    before = signal.getsignal(signal.SIGTERM)
+    if main:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # no handler of Python's is heard while the others are waited for
     try:
         jax.distributed.initialize(**known, **waits, shutdown_timeout_seconds=HEARTBEAT_S)
     except RuntimeError:  # devices exist already, as in a notebook on a TPU: they are used as they are
         if told:
             raise
+    finally:
+        if main:
+            signal.signal(signal.SIGTERM, before or signal.SIG_DFL)  # JAX has taken it; None is no hearer of Python's
 
 
 def _in_a_cluster() -> bool:
@@ -281,28 +292,37 @@ def taken(x: jax.Array, names: tuple[str | None, ...], replica: DeviceMesh) -> j
     return jax.make_array_from_single_device_arrays(x.shape, replica.sharding(names, x.shape), parts)
 
 
-def spread_fn(mesh: DeviceMesh, axes: Any, dtype: Any, replicas: Sequence[DeviceMesh]) -> Callable[[Any], list[Any]]:
-    """What makes of the learner's weights those of this host's replicas, on meshes of their own devices.
+def spread_fn(mesh: DeviceMesh, axes: Any, dtype: Any, replicas: Sequence[DeviceMesh]) -> Callable[[Any], Iterator[list[Any]]]:
+    """What makes of the learner's weights those of this host's replicas, on meshes of their own devices: part after part.
 
-    One program of all hosts casts them and puts together what `fsdp`, `expert` and `context` cut; each host then takes its own
-    shards for arrays of its own, without a copy, so that no later program of the engine waits for another host.
+    A part is a weight that is in no layer, {name: w}, or a layer, {"blocks": {name: w [1, ...]}}. A program of all hosts casts
+    it and puts together what `fsdp`, `expert` and `context` cut; each host then takes its own shards for arrays of its own,
+    without a copy, so that no later program of the engine waits for another host.
 
     Args:
         axes: the names of every weight's dimensions.
         dtype: to cast to before anything travels; None for weights that must be merged first.
     """
 
+    def cast(w: Any) -> Any:
+        return jax.tree.map(lambda x: x if dtype is None else x.astype(dtype), w)
+
     def whole(x: Any, names: tuple[str | None, ...]) -> NamedSharding:
         by_replica = replicas[0].spec(names, x.shape)
         return NamedSharding(mesh.mesh, PartitionSpec(*("tensor" if cut == "tensor" else None for cut in by_replica)))
 
+    def parts(name: str, published: Any) -> list[Any]:  # nobody but who asked for them holds them
+        return [{name: jax.tree.map(partial(taken, replica=replica), published, axes[name])} for replica in replicas]
+
     programs: dict[Any, Any] = {}
 
-    def spread(params: Any) -> list[Any]:
+    def spread(params: Any) -> Iterator[list[Any]]:
+        blocks = params["blocks"]
         if not programs:
-            cast = lambda w: jax.tree.map(lambda x: x if dtype is None else x.astype(dtype), w)  # noqa: E731
-            programs["spread"] = jax.jit(cast, out_shardings=jax.tree.map(whole, params, axes))
-        published = programs["spread"](params)
-        return [jax.tree.map(lambda x, names: taken(x, names, replica), published, axes) for replica in replicas]  # noqa: B023
+            shardings = jax.tree.map(whole, params, axes)
+            programs.update({name: jax.jit(cast, out_shardings=shardings[name]) for name in params if name != "blocks"})
+            programs["blocks"] = jax.jit(lambda w, at: cast(layer_of(w, at)), out_shardings=shardings["blocks"])
+        yield from (parts(name, programs[name](params[name])) for name in params if name != "blocks")
+        yield from (parts("blocks", programs["blocks"](blocks, np.int32(at))) for at in range(layers_of(blocks)))
 
     return spread

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import math
@@ -26,6 +27,7 @@ class Metrics:
         """Args: writes: false where another process writes the file, and this one reads it only."""
         self.path, self._writes = path, writes
         self._file: Any = None
+        self._failed = False
 
     def start(self, step: int) -> None:
         """Keeps what was written before `step`; a torn last line is dropped."""
@@ -43,13 +45,19 @@ class Metrics:
         if not self._writes:
             return
         clean = {name: value if math.isfinite(value) else None for name, value in values.items()}
-        self._file.write(json.dumps({"step": step, **clean}) + "\n")
-        self._file.flush()
+        try:
+            self._file.write(json.dumps({"step": step, **clean}) + "\n")
+            self._file.flush()
+        except OSError:
+            self._failed = True
+            raise
 
     def close(self) -> None:
-        if self._file:
-            self._file.close()
-            self._file = None
+        """What `write` could not write it has told of, and closing tries it once more."""
+        file, self._file = self._file, None
+        if file:
+            with contextlib.suppress(OSError) if self._failed else contextlib.nullcontext():
+                file.close()
 
 
 def read(path: Path) -> list[dict[str, Any]]:

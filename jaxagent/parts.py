@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -321,8 +321,7 @@ def build(config: ConfigDict, log: Path | None = None, *, with_critic: bool = Tr
         by_program = getattr(world, "runs_program", False)
         vocabulary = template.vocabulary() if by_program else None  # programs may ask for stop strings
         places = [place for place in mesh.replicas() if is_here(place)]
-        narrow = published_dtype(decoder, engine_options.dtype) not in (None, jnp.float32)
-        together = hosts.count > 1 or (narrow and puts_together(mesh, 1))  # cast before they travel, which is half the way
+        together = puts_together(mesh, hosts.count)
         spread = spread_weights(decoder, engine_options.dtype, mesh, places) if together else None
         engines = Replicas([Engine(decoder, engine_options, place, vocabulary) for place in places], spread)
         undo.callback(engines.close)
@@ -371,8 +370,8 @@ def published_dtype(decoder: DecoderConfig, dtype: str) -> jnp.dtype | None:
 
 def spread_weights(
     decoder: DecoderConfig, dtype: str, mesh: DeviceMesh, places: Sequence[DeviceMesh]
-) -> Callable[[Params], Sequence[Params]]:
-    """How published weights come to this host's engines. Adapters are merged there, in the precision that they have here."""
+) -> Callable[[Params], Iterable[Sequence[Params]]]:
+    """How published weights come to this host's engines, part by part. Adapters are merged there, as precise as here."""
     axes = logical_axes(nnx.eval_shape(lambda: Decoder(decoder, nnx.Rngs(0))))
     return spread_fn(mesh, axes, published_dtype(decoder, dtype), places)
 

@@ -39,6 +39,7 @@ from jaxagent.topology import (
     chip_of,
     devices_of,
     linked_bytes,
+    one_host,
     roofline_s,
     size_bytes,
     uncached,
@@ -103,7 +104,10 @@ class Shapes:
         self.together, given = puts_together(self.mesh, hosts), self.learner.params
         if self.together and (dtype := published_dtype(self.decoder, self.engine_options.dtype)):
             given = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype), given)
-        self.engine = EngineShapes(self.decoder, self.engine_options, self.replicas[0], given)
+        replica, chips = self.replicas[0], self.mesh.size["tensor"]
+        if topology and self.mesh.platform == "tpu" and 1 < chips <= 4:
+            replica = one_host(topology, chips)
+        self.engine = EngineShapes(self.decoder, self.engine_options, replica, given)
         self.chip, self.chip_name, self.limit_bytes = chip_of(self.devices[0], topology, len(self.devices))
 
     def _learner(self, decoder: DecoderConfig, options: LearnerOptions, objective: ProcessObjective | None = None) -> Learner:
@@ -132,7 +136,7 @@ def forecast(run: Shapes, iteration_s: float) -> dict[str, Any]:
     """All that can be told without compiling, as JSON."""
     c = run.config
     held = held_bytes(run)
-    published = size_bytes(run.engine.given) if run.together else 0
+    published = run.engine.part_bytes if run.together else 0
     if envs.past_of(run.world):  # earlier versions come from the host, whole and as they were trained
         published = max(published, run.mesh.size["fsdp"] * size_bytes(run.learner.trained))
     temporaries = {
@@ -186,7 +190,8 @@ def held_bytes(run: Shapes) -> dict[str, int]:
 def peaks(held: dict[str, int], temporaries: dict[str, int], *, streamed: bool = False, ahead: bool = False) -> dict[str, int]:
     """The most that a device holds in each phase: all that stays, with what the phase adds.
 
-    Weights are published in place of the sampler's copy: what they are made of is added, where that is not the learner's own.
+    Weights are published in place of the sampler's copy, part by part: where they are not the learner's own, the largest is
+    added.
 
     Args:
         streamed: gradients are summed between calls of the engines, so that the sum is there while they sample.
@@ -218,10 +223,11 @@ def programs(run: Shapes) -> dict[str, Any]:
         "verify": len(widths) if o.draft_tokens else 0,
         "fork": (1 if o.pages else doublings) if o.fork_min_tokens <= o.slot_tokens else 0,
         "stash and restore": 2 * doublings if o.offload_after_s or o.pages else 0,
-        "publish and settle": 2,
+        "publish and settle": 4,  # a table, a vector, a layer
     }
     learner = {"gradient and update": 2, "zeros": 2, "score": 1 if run.scores else 0}
     learner["critic"] = 5 if run.critic else 0
+    learner["weights put together"] = len(run.learner.params) if run.together else 0
     total = sum(engine.values()) * len(run.replicas) + sum(learner.values())
     return {
         "prefill_lengths": list(o.append_tokens),
@@ -289,12 +295,13 @@ def measures(run: Shapes, layers: Sequence[int] = ()) -> dict[str, Callable[[], 
         name: partial(_measured, lambda program=program: lowered()[program])
         for name, program in (("gradient", "accumulate"), ("update", "apply"))
     }
-    if layers and len(set(layers)) != 2:
-        raise ValueError(f"--layers takes two different depths, for a straight line through them, got {list(layers)}")
+    if layers and (len(set(layers)) != 2 or min(layers) < 2):  # of one layer a compiler makes what it makes of no other
+        raise ValueError(f"--layers takes two different depths from 2 on, for a straight line through them, got {list(layers)}")
     if not layers or run.decoder.layers <= max(layers):
         return found | {name: partial(_measured, partial(run.engine.lower_one, name)) for name in run.engine.arguments()}
     engines = [run.engine.shallow(depth) for depth in sorted(layers)]
-    return found | {name: partial(_continued, engines, name, run.decoder.layers) for name in run.engine.arguments()}
+    deep = {name: partial(_continued, engines, name, run.decoder.layers) for name in run.engine.arguments()}
+    return found | deep | {"publish": partial(_measured, partial(run.engine.lower_one, "publish"))}  # of one layer
 
 
 def _continued(engines: list[EngineShapes], name: str, layers: int) -> dict[str, Any]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,7 +38,7 @@ def export(workdir: str, to: str, dtype: str, adapter: bool = False) -> int:
         adapter: the adapters alone, as PEFT loads them; without it they are merged into the weights.
     """
     config = configs.read(Path(workdir) / "config.json")
-    decoder = policy_shape(config)[1]
+    template, decoder = policy_shape(config)
     names = trained_of(decoder, LearnerOptions(**config.learner))
     if adapter:
         _check_adapter(config, decoder, names)
@@ -52,8 +54,21 @@ def export(workdir: str, to: str, dtype: str, adapter: bool = False) -> int:
     if not config.init_from:
         for name, text in tokenizer_files().items():
             (Path(to) / name).write_text(text)
+    _say_how_to_generate(Path(to) / "generation_config.json", template.stop, config.sampling.temperature)
     print(f"step {step} of {workdir} is in {to}")
     return 0
+
+
+def _say_how_to_generate(path: Path, stop: Sequence[int], temperature: float) -> None:
+    """Writes how the policy was trained: sampled from all tokens as they are, and these end its turns.
+
+    Without it, programs of others take the likeliest token at any temperature, or one of the fifty likeliest, and go on
+    behind a turn's end. What a base says of its own sampling (top_k, repetition_penalty) is not of this policy.
+    """
+    known = json.loads(path.read_text()) if path.is_file() else {}
+    told = {name: known[name] for name in ("bos_token_id", "pad_token_id") if name in known}
+    plain = {"do_sample": True, "temperature": temperature, "top_p": 1.0, "top_k": 0, "repetition_penalty": 1.0}
+    path.write_text(json.dumps({**told, **plain, "eos_token_id": list(stop)}, indent=2) + "\n")
 
 
 def _check_adapter(config: ConfigDict, decoder: DecoderConfig, names: frozenset[str]) -> None:

@@ -36,7 +36,9 @@ class Programs:
         """Runs the program of one episode; `rows` gets what it had sampled. Raises as `episode.run` does."""
         episode = env.env if isinstance(env, Ablated) else env
         assert isinstance(episode, ProgramEpisode)
-        server, token, first = await self._serving(), secrets.token_hex(24), rows[0]
+        first, token = rows[0], secrets.token_hex(24)
+        first.waiting = "door"
+        server = await self._serving()
         name = f"{first.group}#{first.rollout}.{first.attempts}"
         rules = Rules(self.limits.max_tokens, sampling, self.limits.max_turns, blind=isinstance(env, Ablated))
         session, record = Session(name, self.slots, rules, key, first.group), Record(self.slots, rows)
@@ -52,9 +54,9 @@ class Programs:
                 raise
             outcome = Outcome(0.0, f"the program ended when it had no more {session.exhausted}")
         finally:
-            first.waiting = ""
             del server.sessions[token]
             session.close()
+        first.waiting = ""
         record.end(outcome, _EXHAUSTED.get(session.exhausted, StopReason.ANSWERED))
 
     def release(self, rows: Sequence[Trajectory]) -> None:

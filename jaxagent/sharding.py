@@ -183,3 +183,17 @@ def _gather_backward(whole: NamedSharding, cut: NamedSharding, _: None, ct: jax.
 
 
 _gather.defvjp(_gather_forward, _gather_backward)
+
+
+def layers_of(blocks: dict[str, Any]) -> int:
+    """How many layers are stacked."""
+    return next(iter(blocks.values())).shape[0] if blocks else 0
+
+
+def layer_of(blocks: dict[str, Any], at: jax.Array) -> dict[str, Any]:
+    """One of stacked layers, still stacked: [1, ...].
+
+    Args:
+        at: which; as data, so that what is done to the slice is not done to all layers first.
+    """
+    return {name: jax.lax.dynamic_slice_in_dim(w, at, 1) for name, w in blocks.items()}

@@ -123,6 +123,15 @@ def devices_of(name: str) -> list[jax.Device]:
         ) from None
 
 
+def one_host(name: str, chips: int) -> DeviceMesh:
+    """A replica of so many chips as a topology of its own, from the first on of the 2 x 2 of a host: of a larger one the TPU's
+    compiler takes no part, since it numbers chips from 0.
+    """
+    generation, _, size = name.partition(":")
+    host = "x".join(("2", "2", "1")[: size.count("x") + 1])
+    return DeviceMesh.build(data=1, tensor=chips, devices=devices_of(f"{generation}:{host}")[:chips])
+
+
 def _gpus(name: str, chip: Chip, size: str) -> list[jax.Device]:
     """Args: size: of hosts and the GPUs of each, as in 2x8, or of one host's GPUs."""
     hosts, _, each = size.rpartition("x")
@@ -184,7 +193,7 @@ class EngineShapes:
         axes = logical_axes(nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0))))
         self.given = jax.tree.map(self._shape, trained, axes)
         layers = {name: a[1:] for name, a in axes["blocks"].items()}
-        weights = jax.eval_shape(self.steps.publish, trained)
+        weights = self.steps.publish.shapes(trained)
         each = {name: self._flattened(layers.get(name, ()), len(w.shape)) for name, w in weights["blocks"][0].items()}
         named = {**{name: axes[name] for name in weights}, "blocks": (each,) * config.layers}
         self.weights = jax.tree.map(self._shape, weights, named)
@@ -194,6 +203,12 @@ class EngineShapes:
         self.plain = jax.eval_shape(lambda: new_rows(o.slots, o.stop_tokens))
         sizes = ControlSizes(**{name: getattr(o, name) for name in ControlSizes.__annotations__})
         self.rows = jax.tree.map(self._shape, self.plain | jax.eval_shape(lambda: new_controls(o.slots, sizes)))
+
+    @property
+    def part_bytes(self) -> int:
+        """The most that a device gets at once of weights that come part by part: a layer, or a weight that is in none."""
+        singles = [size_bytes(w) for name, w in self.given.items() if name != "blocks"]
+        return max(size_bytes(self.given["blocks"]) // self.config.layers, *singles)
 
     def _flattened(self, axes: tuple[str | None, ...], rank: int) -> tuple[str | None, ...]:
         """The names of a linear map's dimensions where it has become a matrix [heads, width]."""
@@ -207,13 +222,14 @@ class EngineShapes:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.mesh.sharding(axes, x.shape))
 
     def lower(self) -> dict[str, jax.stages.Lowered]:
-        """publish, append of the longest length, decode and verify of all slots with all their positions."""
+        """publish of a layer, append of the longest length, decode and verify of all slots with all their positions."""
         return {name: self.lower_one(name) for name in self.arguments()}
 
     def lower_one(self, name: str) -> jax.stages.Lowered:
         """One of them."""
         with kernels_for(self.mesh):
-            lowered: jax.stages.Lowered = getattr(self.steps, name).lower(*self.arguments()[name])
+            program = self.steps.publish.layer if name == "publish" else getattr(self.steps, name)
+            lowered: jax.stages.Lowered = program.lower(*self.arguments()[name])
             return lowered
 
     def shallow(self, layers: int) -> EngineShapes:
@@ -241,7 +257,7 @@ class EngineShapes:
         table = np.zeros((o.slots, o.slot_tokens // o.chunk), np.int32) if o.pages else None
         state = self.weights, self.cache, self.rows, armed, None
         found: dict[str, tuple[Any, ...]] = {
-            "publish": (self.given,),
+            "publish": (self.given["blocks"], np.int32(0)),
             "append": (self.weights, self.cache, slot_R, token_RA, slot_R, slot_R, score, table),
             "decode": (*state, *whole, table),
         }

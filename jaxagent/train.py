@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -240,7 +240,7 @@ def main(config: ConfigDict, workdir: str | Path, progress: Progress | None = No
         try:
             return story(Run(config, workdir, parts, progress, watchdog), tell, resume, warm_up, train, finish)
         finally:
-            with watchdog.within("close"):
+            with deaf(signal.SIGTERM), watchdog.within("close"):  # how the story has ended is how this does
                 progress.stop()
                 parts.close()
 
@@ -268,14 +268,15 @@ def story(run: Run, *chapters: Callable[[Run], None]) -> int:
                 if run.checkpoints.latest() != run.step:  # what this step has sampled is in the journal
                     run.save()
                     run.saved()
-                run.told_saved()
+                with suppress(BrokenPipeError):  # saved all the same
+                    run.told_saved()
                 return EXIT_AGAIN
     except OSError as error:
         if error.errno not in UNWRITABLE:
             raise
         raise run.unwritable(error) from error
     finally:
-        with deaf(), run.watchdog.within("close"):
+        with deaf(signal.SIGINT, signal.SIGTERM), run.watchdog.within("close"):
             run.checkpoints.close()
             run.journal.close()
             run.metrics.close()
@@ -285,15 +286,15 @@ def story(run: Run, *chapters: Callable[[Run], None]) -> int:
 
 
 @contextmanager
-def deaf() -> Iterator[None]:
-    """Nobody hears Ctrl-C in it: a second one would leave a checkpoint torn that is about to be whole."""
+def deaf(*signals: signal.Signals) -> Iterator[None]:
+    """Nobody hears these in it: a second Ctrl-C would leave a checkpoint torn that is about to be whole."""
     here = threading.current_thread() is threading.main_thread()
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN) if here else None
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in signals if here}
     try:
         yield
     finally:
-        if here:
-            signal.signal(signal.SIGINT, before)
+        for number, hearer in before.items():
+            signal.signal(number, hearer)
 
 
 # ====================================================================== a place to work, and a place to go on from

@@ -69,8 +69,9 @@ class Message:
     error: str = ""
 
 
-# What is to be written: a text, the id of a control token, a JSON value; a tuple of forms, in a row; or one of several.
-Form: TypeAlias = "str | int | Json | Either | tuple[Form, ...]"
+# What is to be written: a text, the id of a control token, a JSON value; a tuple of forms, in a row; one of several; or one
+# again and again.
+Form: TypeAlias = "str | int | Json | Either | Again | tuple[Form, ...]"
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,13 @@ class Either:
     """One of several forms."""
 
     forms: tuple[Form, ...]
+
+
+@dataclass(frozen=True)
+class Again:
+    """A form any number of times, or not at all."""
+
+    form: Form
 
 
 @dataclass(frozen=True)

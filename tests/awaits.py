@@ -1,7 +1,7 @@
 """Every place where modules wait, found in their source, and faults put there: a hang, an exception, a cancellation.
 
-The functions of a module get code in which `await x` is `await Faults.at(place, x)` and `async with x` waits by the same way.
-So no module has to know of it, and a place that is added is found.
+The functions of a module get code in which `await x` is `await Faults.at(place, x)`; `async with x` and `async for y in x` wait
+by the same way. So no module has to know of it, and a place that is added is found.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import asyncio
 import inspect
 import types
 from collections import Counter
-from collections.abc import Awaitable, Iterator, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,10 +21,14 @@ class Injected(Exception):
 
 
 class Faults:
-    """Which place is to fail, how, and at which time that it is come by; and how often each was come by."""
+    """Which place is to fail, how, and at which time that it is come by; and how often each was come by.
+
+    What is tried side by side, in event loops of its own, has faults of its own in `apart`.
+    """
 
     def __init__(self) -> None:
         self.seen: Counter[str] = Counter()
+        self.apart: dict[asyncio.AbstractEventLoop, Faults] = {}
         self.place, self.kind, self.number = "", "", 1
 
     def arm(self, place: str = "", kind: str = "", number: int = 1) -> None:
@@ -33,10 +37,16 @@ class Faults:
         self.place, self.kind, self.number = place, kind, number
 
     async def at(self, place: str, awaited: Awaitable[Any]) -> Any:
+        mine = self.apart.get(asyncio.get_running_loop())
+        return await (mine or self)._at(place, awaited)
+
+    async def _at(self, place: str, awaited: Awaitable[Any]) -> Any:
         self.seen[place] += 1
         if place == self.place and self.seen[place] == self.number:
             if inspect.iscoroutine(awaited):
                 awaited.close()
+            elif asyncio.isfuture(awaited):
+                awaited.add_done_callback(lambda done: done.cancelled() or done.exception())  # asked for, as a wait does
             if self.kind == "hang":
                 await asyncio.Event().wait()
             raise asyncio.CancelledError if self.kind == "cancel" else Injected(place)
@@ -55,14 +65,14 @@ class Faults:
             for function in (one for one in _functions(module) if one.__code__.co_qualname in codes):
                 kept.append((function, function.__code__))
                 function.__code__ = codes[function.__code__.co_qualname]
-            vars(module).update({"_at": self.at, "_with": _Through})
+            vars(module).update({"_at": self.at, "_with": _Through, "_each": _each})
         try:
             yield places
         finally:
             for function, code in kept:
                 function.__code__ = code
             for module in modules:
-                del vars(module)["_at"], vars(module)["_with"]
+                del vars(module)["_at"], vars(module)["_with"], vars(module)["_each"]
 
 
 class _Through:
@@ -72,10 +82,25 @@ class _Through:
         self.at, self.place, self.context = at, place, context
 
     async def __aenter__(self) -> Any:
-        return await self.at(self.place, self.context.__aenter__())
+        try:
+            return await self.at(self.place, self.context.__aenter__())
+        except BaseException:
+            if isinstance(self.context, Coroutine):  # it may wrap one that has not begun
+                self.context.close()
+            raise
 
     async def __aexit__(self, *raised: Any) -> Any:
         return await self.context.__aexit__(*raised)  # a context that is not left at all is no fault of who waits
+
+
+async def _each(at: Any, place: str, pieces: AsyncIterable[Any]) -> AsyncIterator[Any]:
+    found = aiter(pieces)
+    while True:
+        try:
+            piece = await at(place, anext(found))
+        except StopAsyncIteration:
+            return
+        yield piece
 
 
 class _Marked(ast.NodeTransformer):
@@ -108,6 +133,12 @@ class _Marked(ast.NodeTransformer):
             place = self._place(item.context_expr)
             names = [ast.Name("_at", ast.Load()), ast.Constant(place), item.context_expr]
             item.context_expr = ast.Call(ast.Name("_with", ast.Load()), names, [])  # type: ignore[arg-type]
+        node.body = [self.visit(inner) for inner in node.body]
+        return node
+
+    def visit_AsyncFor(self, node: ast.AsyncFor) -> ast.AsyncFor:
+        names = [ast.Name("_at", ast.Load()), ast.Constant(self._place(node.iter)), node.iter]
+        node.iter = ast.Call(ast.Name("_each", ast.Load()), names, [])  # type: ignore[arg-type]
         node.body = [self.visit(inner) for inner in node.body]
         return node
 

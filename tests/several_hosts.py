@@ -90,8 +90,9 @@ def main(out: str) -> None:
     told = two_steps(learner, hosts)
     replicas = [replica for replica in mesh.replicas() if is_here(replica)]
     spread = spread_fn(mesh, logical_axes(nnx.eval_shape(lambda: Decoder(CONFIG, nnx.Rngs(0)))), None, replicas)
-    each = spread(learner.params)
-    facts["local"] = all(leaf.is_fully_addressable for params in each for leaf in jax.tree.leaves(params))
+    parts = list(spread(learner.params))
+    facts["local"] = all(leaf.is_fully_addressable for leaf in jax.tree.leaves(parts))
+    each = tiny.put_together(parts)
     first, *others = (everything(params) for params in each)
     facts["replicas"] = len(each) == own_devices and all((first[name] == x).all() for one in others for name, x in one.items())
     everywhere = jax.jit(lambda: np.arange(6.0), out_shardings=mesh.sharding((None,)))()

@@ -1,8 +1,9 @@
-"""An agent whose calls are held to their tools' schemas: a policy of random weights calls without a fault."""
+"""Calls that are held to their tools' schemas, an agent's and a client's: a policy of random weights calls without a fault."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,11 +11,13 @@ from typing import Any
 
 import pytest
 import tiny
+from asking import Client, asked, user
 from scripted import LIMITS, ScriptedSampler
 from toys import TASK, Lone
 
 from jaxagent.agent import Agent, Limits
 from jaxagent.chat.plain import PlainTemplate
+from jaxagent.door.session import Rules
 from jaxagent.engine.engine import Engine, EngineOptions
 from jaxagent.envs.env import Step, Task
 from jaxagent.types import Message, Sampling, ToolSpec, Trajectory
@@ -79,15 +82,40 @@ def test_a_policy_of_random_weights_writes_calls_of_known_tools_with_arguments_o
         assert call.name == "end" or "n" in call.arguments
 
 
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "end"}}])
+@pytest.mark.parametrize("parallel", [True, False])
+def test_a_forced_turn_at_the_door_is_read_whether_it_holds_one_call_or_several(
+    engine: Engine, choice: Any, parallel: bool
+) -> None:
+    tools = [{"type": "function", "function": {"name": tool.name, "parameters": tool.parameters}} for tool in TOOLS]
+    ends_soon = {str(TEMPLATE.tokenizer.convert_tokens_to_ids("}")): 4}
+    options = {"tools": tools, "tool_choice": choice, "parallel_tool_calls": parallel, "logit_bias": ends_soon}
+    counts = []
+
+    async def work(client: Client) -> None:
+        for seed in range(8):
+            (choice,) = (await client.chat(user("q"), seed=seed, max_tokens=900, **options))["choices"]
+            assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] is None
+            called = [call["function"] for call in choice["message"]["tool_calls"]]
+            assert all(call["name"] in names for call in called)
+            assert all(type(json.loads(call["arguments"])["n"]) is int for call in called if call["name"] == "look")
+            assert all(call["arguments"] == "{}" for call in called if call["name"] == "end")
+            counts.append(len(called))
+
+    names = {"look", "end"} if choice == "required" else {"end"}
+    asked(TEMPLATE, engine, work, capacity=4, rules=Rules(1024))
+    assert min(counts) == 1 and (max(counts) > 1) == parallel
+
+
 def test_requests_carry_the_constraint_only_where_it_was_asked_for() -> None:
-    def asked(**how: Any) -> list[Any]:
+    def constraints(**how: Any) -> list[Any]:
         sampler = ScriptedSampler(TEMPLATE, lambda text, request: TEMPLATE.turn(Message("assistant", "x")))
         agent = Agent(TEMPLATE, TOOLS, sampler, LIMITS, **how)
         asyncio.run(agent.play(Calls(), TASK, [Trajectory("toy/0", 3, "g", 0)], (1, 2), Sampling(max_tokens=9)))
         return [request.sampling.constraint for request in sampler.requests]
 
-    assert set(asked()) == {None}
-    assert set(asked(constrain_calls=True)) == {TEMPLATE.constraint(TOOLS)}
+    assert set(constraints()) == {None}
+    assert set(constraints(constrain_calls=True)) == {TEMPLATE.constraint(TOOLS)}
 
 
 def test_a_family_whose_calls_cannot_be_constrained_is_refused_before_anything_is_played() -> None:

@@ -165,6 +165,27 @@ def test_a_disk_that_takes_no_more_is_told_as_the_fault_that_it_is_and_what_was_
     again.close()
 
 
+def test_a_disk_that_takes_no_more_is_told_once_and_no_thread_writes_a_traceback(tmp_path: Path) -> None:
+    program = textwrap.dedent("""
+        import resource, sys
+        from pathlib import Path
+        import jax
+        from jaxagent.checkpoint import Checkpoints
+
+        checkpoints = Checkpoints(Path(sys.argv[1]), keep=3)
+        trees = {"params": {f"x{i}": jax.random.normal(jax.random.key(i), (1 << 12,)) for i in range(20)}}
+        resource.setrlimit(resource.RLIMIT_FSIZE, (64, resource.RLIM_INFINITY))
+        try:
+            checkpoints.save(1, trees, {"step": 1})
+            checkpoints.wait()
+        except OSError as error:
+            print(error.strerror)
+        checkpoints.close()
+    """)
+    done = subprocess.run([sys.executable, "-c", program, tmp_path], capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("File too large\n", "")
+
+
 def test_a_save_that_is_killed_leaves_the_one_before_loadable(tmp_path: Path) -> None:
     program = textwrap.dedent("""
         import sys

@@ -143,6 +143,27 @@ def test_bytes_are_of_slices_changes_and_the_cheapest_alternative_for_every_run_
     assert moved_bytes(text.replace("TRIPS", ""), trips=3) == 3 * step
 
 
+CASTING = """HloModule jit_layer
+
+%fused.1 (stack: f32[28,64,8], at: s32[]) -> bf16[64,8] {
+  %stack = f32[28,64,8]{2,1,0} parameter(0)
+  %at = s32[] parameter(1)
+  %slice = bf16[1,64,8]{2,1,0} dynamic-slice(%stack, %at, %at, %at), dynamic_slice_sizes={1,64,8}
+  ROOT %bitcast = bf16[64,8]{1,0} bitcast(%slice)
+}
+
+ENTRY %main (a: f32[28,64,8], i: s32[]) -> bf16[64,8] {
+  %a = f32[28,64,8]{2,1,0} parameter(0)
+  %i = s32[]{:S(6)} parameter(1)
+  ROOT %fusion = bf16[64,8]{1,0} fusion(%a, %i), kind=kLoop, calls=%fused.1
+}
+"""
+
+
+def test_a_slice_that_is_cast_as_it_is_read_counts_as_it_lies_in_memory() -> None:
+    assert moved_bytes(CASTING) == 64 * 8 * (4 + 2)
+
+
 def test_a_change_that_is_not_in_place_moves_everything() -> None:
     text = MOVING.replace("TRIPS", "")
     changed = moved_bytes(text.replace("IN_PLACE", IN_PLACE))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,12 +22,11 @@ from jaxagent.evaluate import (
     HeldOut,
     evaluate,
     held_out,
-    normal,
+    interval,
     pass_at,
     pass_hat,
     settings_of,
     summarise,
-    wilson,
 )
 from jaxagent.metrics import want_alike
 from jaxagent.rollout import RolloutOptions, Rollouts
@@ -55,21 +55,39 @@ def row(reward: float, stop: StopReason = StopReason.ANSWERED, difficulty: str =
         (1, 1, 0.206543, 1.0),
     ],
 )
-def test_the_wilson_interval_by_hand(wins: int, n: int, low: float, high: float) -> None:
-    assert wilson(wins, n) == pytest.approx((low, high), abs=1e-5)
+def test_the_interval_of_tasks_that_are_won_or_not_is_wilsons(wins: int, n: int, low: float, high: float) -> None:
+    for most in (1, 4):
+        assert interval(won(wins, n), most) == pytest.approx((low, high), abs=1e-5)
 
 
-def test_the_wilson_interval_of_nothing_is_everything() -> None:
-    assert wilson(0, 0) == (0.0, 1.0)
+def won(wins: int, n: int) -> list[float]:
+    return [1.0] * wins + [0.0] * (n - wins)
 
 
-def test_the_interval_of_task_rates_by_hand() -> None:
-    # mean 0.5, deviation 0.5, 1.96 * 0.5 / sqrt(3) = 0.565803: cut at 0 and 1
-    assert normal([0.0, 0.5, 1.0]) == (0.0, 1.0)
-    # mean 0.5, deviation 0.1, 1.96 * 0.1 / sqrt(3) = 0.113161
-    assert normal([0.4, 0.5, 0.6]) == pytest.approx((0.386839, 0.613161), abs=1e-6)
-    assert normal([0.7]) == normal([]) == (0.0, 1.0)
-    assert normal([1.0] * 4) == (1.0, 1.0)
+def test_the_interval_of_nothing_is_everything() -> None:
+    assert interval([]) == [0.0, 1.0]
+
+
+def test_shares_between_count_for_more_tasks_and_for_no_more_than_were_drawn() -> None:
+    # With two of 0 and two of 1: mean 1/2, variance (4 / 16 + 4 / 4) / 8 = 0.15625 where zeros and ones have 0.25.
+    shares = [0.25, 0.25, 0.75, 0.75]
+    half = 1.96 * math.sqrt(0.25 / 6.4 + 1.96**2 / (4 * 6.4**2)) / (1 + 1.96**2 / 6.4)
+    assert interval(shares, 4) == pytest.approx((0.5 - half, 0.5 + half))
+    assert interval(shares, 1) == pytest.approx(interval(won(2, 4)))
+    assert interval([0.5] * 50, 2) == pytest.approx(interval(won(50, 100)))
+
+
+@pytest.mark.parametrize(("tasks", "k"), [(8, 1), (8, 16), (32, 4), (64, 8)])
+@pytest.mark.parametrize("spread", [(0.05, 5), (0.5, 4.5), (2, 2), (50, 50), (0.1, 0.1)])
+def test_the_interval_holds_the_truth_as_often_as_it_says(tasks: int, k: int, spread: tuple[float, float]) -> None:
+    """Tasks of all kinds: nearly all hopeless, alike, or each won always or never. 95 % to within the noise of 300 draws."""
+    draw, truth = random.Random(1), spread[0] / sum(spread)
+    held = 0
+    for _ in range(300):
+        chances = [draw.betavariate(*spread) for _ in range(tasks)]
+        low, high = interval([sum(draw.random() < chance for _ in range(k)) / k for chance in chances], k)
+        held += low <= truth <= high
+    assert held / 300 >= 0.91
 
 
 # ====================================================================== pass@k
@@ -101,7 +119,7 @@ def test_a_task_that_lost_episodes_to_the_infrastructure_has_no_say_in_pass_at_k
     assert summarise([[row(1.0), row(1.0)], lost], k=2)["pass_at_k"] == {"1": 1.0, "2": 1.0}
     halves = summarise([[row(1.0), row(1.0)], [row(1.0), row(0.0)], lost], k=2)
     assert (halves["pass_at_k"]["2"], halves["pass_hat_k"]) == (1.0, {"1": pytest.approx(2.5 / 3), "2": 0.5})
-    assert halves["ci95_hat_k"]["2"] == list(wilson(1, 2))
+    assert halves["ci95_hat_k"]["2"] == pytest.approx(interval(won(1, 2)))
     assert math.isnan(summarise([lost], k=2)["pass_at_k"]["2"])
 
 
@@ -119,17 +137,17 @@ def test_the_table_of_one_episode_per_task() -> None:
     table = summarise(rows, k=1)
     assert table == {
         "success": 0.5,
-        "ci95": list(wilson(2, 4)),
+        "ci95": pytest.approx(interval(won(2, 4))),
         "n": 4,
         "k": 1,
         "reward": 0.625,
         "turns": 2.0,
         "pass_at_k": {"1": 0.5},
-        "ci95_at_k": {"1": list(wilson(2, 4))},
+        "ci95_at_k": {"1": pytest.approx(interval(won(2, 4)))},
         "pass_hat_k": {"1": 0.5},
-        "ci95_hat_k": {"1": list(wilson(2, 4))},
+        "ci95_hat_k": {"1": pytest.approx(interval(won(2, 4)))},
         "by_difficulty": {"easy": 1.0, "hard": 0.0},
-        "ci95_by_difficulty": {"easy": list(wilson(2, 2)), "hard": list(wilson(0, 2))},
+        "ci95_by_difficulty": {"easy": pytest.approx(interval(won(2, 2))), "hard": pytest.approx(interval(won(0, 2)))},
         "solved_by_turn": {"1": 0.25, "3": 0.5},
         "broken": 0,
     }
@@ -140,7 +158,7 @@ def test_the_table_of_several_episodes_per_task() -> None:
     assert (table["success"], table["n"], table["k"]) == (0.25, 2, 2)
     assert table["pass_at_k"] == {"1": 0.25, "2": 0.5}
     assert table["pass_hat_k"] == {"1": 0.25, "2": 0.0}
-    assert table["ci95"] == list(normal([0.5, 0.0]))
+    assert table["ci95"] == interval([0.5, 0.0], 2) == table["ci95_at_k"]["1"]
     assert table["ci95_by_difficulty"] == {row(0.0).difficulty: table["ci95"]}  # episodes of one task are not independent
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
+from custom_resources import KINDS, faults
 
 from sandbox_client.fleet import connect, cores_needed, urls_of
 from sandbox_client.server import _arguments
@@ -40,10 +41,64 @@ def pods(one: Manifest) -> Iterator[Manifest]:
 @pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.stem)
 def test_manifests_are_valid_to_kubernetes_own_schemas(path: Path) -> None:
     validate = pytest.importorskip("kubernetes_validate", reason="kubernetes-validate is not installed")
-    own = [one for one in manifests(path) if not one["apiVersion"].startswith("extensions.agents.x-k8s.io")]
-    assert own
-    for one in own:
-        validate.validate(one, "1.31", strict=True)
+    for one in manifests(path):
+        if (one["apiVersion"], one["kind"]) not in KINDS:
+            validate.validate(one, "1.31", strict=True)
+        elif one["kind"] == "SandboxTemplate":
+            pod = {"apiVersion": "v1", "kind": "Pod", **one["spec"]["podTemplate"]}
+            validate.validate(pod, "1.31", strict=True)
+
+
+OTHERS = [one for path in sorted(HERE.glob("*.yaml")) for one in manifests(path) if (one["apiVersion"], one["kind"]) in KINDS]
+
+
+@pytest.mark.parametrize("one", OTHERS, ids=lambda one: one["kind"])
+def test_kinds_of_others_have_fields_that_their_types_know_and_a_misspelt_one_is_refused(one: Manifest) -> None:
+    assert faults(one) == []
+    misspelt = list(_misspelt(one["spec"], KINDS[one["apiVersion"], one["kind"]]))
+    assert len(misspelt) >= 3
+    for name, spec in misspelt:
+        assert any(fault.endswith(f".{name}s: there is no such field") for fault in faults({**one, "spec": spec})), name
+
+
+def _misspelt(value: Any, form: Any) -> Iterator[tuple[str, Any]]:
+    """The value with one of its fields named otherwise, for every field."""
+    if isinstance(form, list):
+        for n, one in enumerate(value):
+            for name, wrong in _misspelt(one, form[0]):
+                yield name, [*value[:n], wrong, *value[n + 1 :]]
+    if isinstance(form, dict):
+        forms = {name.removesuffix("*"): inner for name, inner in form.items()}
+        for name, inner in value.items():
+            yield name, {(f"{key}s" if key == name else key): one for key, one in value.items()}
+            for deep, wrong in _misspelt(inner, forms.get(name)):
+                yield deep, {**value, name: wrong}
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "said"),
+    [
+        (("failurePolicy", "rules", 0, "action"), "FailJobset", "action: "),
+        (("failurePolicy", "rules", 0, "onJobFailureReasons"), ["PodFailed"], "onJobFailureReasons[0]: "),
+        (("failurePolicy", "maxRestarts"), "100", "maxRestarts: "),
+        (("replicatedJobs", 0, "replicas"), -1, "replicas: "),
+        (("replicatedJobs", 0, "name"), "Train", "name: "),
+        (("replicatedJobs",), {"name": "train"}, "replicatedJobs: a list is wanted"),
+    ],
+)
+def test_a_value_that_a_jobset_does_not_take_is_refused(path: tuple[Any, ...], value: Any, said: str) -> None:
+    one = find("gke-jobset.yaml", "JobSet")
+    place = one["spec"]
+    for step in path[:-1]:
+        place = place[step]
+    place[path[-1]] = value
+    (fault,) = faults(one)
+    assert said in fault
+
+
+def test_no_policy_of_a_controller_opens_what_ours_closes() -> None:
+    """Policies add up: what one lets out is out, whatever the others say."""
+    assert find("agent-sandbox.yaml", "SandboxTemplate")["spec"]["networkPolicyManagement"] == "Unmanaged"
 
 
 @pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.stem)

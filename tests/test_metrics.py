@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 
 import pytest
+from test_checkpoint import files_of_at_most
 
 from jaxagent.metrics import Clock, Metrics, read
 
@@ -85,3 +86,18 @@ def test_a_clock_adds_up_the_parts_and_starts_again_when_it_is_read() -> None:
     assert values.keys() == {"time/rollout_s", "time/train_s", "time/publish_s", "time/cpu_s"}
     assert all(value >= 0 for value in values.values())
     assert clock.take().keys() == {"time/cpu_s"}
+
+
+def test_a_file_that_takes_no_more_is_told_when_it_is_written_and_not_again_when_it_is_closed(tmp_path: Path) -> None:
+    """What is told last would be told instead of the sentence that says what to do."""
+    metrics = Metrics(tmp_path / "metrics.jsonl")
+    metrics.start(1)
+    metrics.write(1, {"a": 1.0})
+    with files_of_at_most(64):
+        with pytest.raises(OSError, match="File too large"):
+            metrics.write(2, {f"a{i}": 1.0 for i in range(100)})
+        metrics.close()
+    metrics.start(2)
+    metrics.write(2, {"a": 2.0})
+    metrics.close()
+    assert [record["step"] for record in read(tmp_path / "metrics.jsonl")] == [1, 2]

@@ -150,9 +150,10 @@ def test_weights_that_a_mesh_cuts_for_storage_are_cast_before_they_travel_to_the
     axes, params = logical_axes(nnx.eval_shape(lambda: Decoder(decoder, nnx.Rngs(0)))), tiny.params(decoder)
     places = list(mesh.replicas())
     cut = jax.tree.map(jax.device_put, params, mesh.shardings(axes, params))
-    each = spread_weights(decoder, "bfloat16", mesh, places)(cut)
-    for own, place in zip(each, places, strict=True):
+    parts = list(spread_weights(decoder, "bfloat16", mesh, places)(cut))
+    for own, place in zip(zip(*parts, strict=True), places, strict=True):
         assert {leaf.devices() == set(place.mesh.devices.flat) for leaf in jax.tree.leaves(own)} == {True}
+    for own in tiny.put_together(parts):
         assert jax.tree.all(jax.tree.map(lambda new, w: bool((new == w.astype(jnp.bfloat16)).all()), own, params))
         assert {leaf.dtype.name for leaf in jax.tree.leaves(own)} == {"bfloat16"}
     assert puts_together(mesh, 1) and not puts_together(tiny.mesh(data=2), 1) and puts_together(tiny.mesh(tensor=2), 2)

@@ -53,6 +53,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     hf.save(Decoder(config, nnx.Rngs(0)), path)
     for name, text in tokenizer_files().items():
         (path / name).write_text(text)
+    (path / "generation_config.json").write_text('{"top_k": 20, "repetition_penalty": 1.1, "eos_token_id": 1}')  # of its own
     return path
 
 
@@ -101,6 +102,15 @@ def test_a_merged_export_is_a_plain_checkpoint_of_the_same_policy(whole: Path, t
     whole_policy = hf.load(exported(whole, tmp_path / "merged"))
     assert whole_policy.config.lora is None
     assert (tmp_path / "merged" / "tokenizer_config.json").is_file()
+    said = json.loads((tmp_path / "merged" / "generation_config.json").read_text())
+    assert said.pop("eos_token_id") == list(policy_shape(configs.read(whole / "config.json"))[0].stop)
+    assert said == {
+        "do_sample": True,
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": 0,
+        "repetition_penalty": 1.0,
+    }
     tokens = tiny.tokens(tiny.config(), 2, 9)
     np.testing.assert_allclose(whole_policy(tokens), adapted(tokens), atol=1e-5)
     assert np.abs(hf.load(peft.base_of(tmp_path / "adapter"))(tokens) - adapted(tokens)).max() > 1e-3

@@ -139,13 +139,16 @@ def test_without_tools_or_with_tool_choice_none_a_call_is_a_text() -> None:
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "look"}}])
-def test_a_forced_call_holds_the_turn_to_its_form(choice: Any) -> None:
+@pytest.mark.parametrize("parallel", [True, False])
+def test_a_forced_call_holds_the_turn_to_its_form(choice: Any, parallel: bool) -> None:
     sampler = script(CHATML, CALL)
-    asked(CHATML, sampler, lambda client: client.chat(user("q"), tools=[LOOK_OPENAI], tool_choice=choice))
-    form = CHATML.constraint([LOOK])
+    work = lambda client: client.chat(user("q"), tools=[LOOK_OPENAI], tool_choice=choice, parallel_tool_calls=parallel)  # noqa: E731
+    asked(CHATML, sampler, work)
+    form = CHATML.constraint([LOOK], parallel)
     constraint = sampler.requests[0].sampling.constraint
     assert constraint is not None and constraint.after == ()
     assert constraint.form == (form.after[0], form.form)
+    assert form != CHATML.constraint([LOOK], not parallel)
 
 
 def test_a_json_schema_and_all_settings_reach_the_sampler() -> None:

@@ -177,11 +177,12 @@ def a_tool_is_chosen(client: Any) -> None:
     assert chat(client, tools=TOOLS, tool_choice="none").message.tool_calls is None
 
 
-def a_forced_turn_is_one_call(client: Any) -> None:
-    asked = {"tools": TOOLS, "tool_choice": "required", "max_tokens": 300}
+def a_forced_turn_is_one_call_or_several(client: Any) -> None:
+    asked = {"tools": TOOLS, "tool_choice": "required", "max_tokens": 400}
     for parallel in (True, False):
         said = [chat(client, seed=seed, parallel_tool_calls=parallel, **asked).message.tool_calls for seed in range(3)]
-        assert [len(calls) for calls in said] == [1] * 3
+        counts = [len(calls) for calls in said]
+        assert counts == [1] * 3 or (parallel and min(counts) >= 1)
 
 
 def a_seed_fixes_the_text(client: Any) -> None:
@@ -225,7 +226,7 @@ def responses_go_on_from_each_other(client: Any) -> None:
 
 OPENAI: list[Callable[[Any], None]] = [
     a_tool_is_chosen,
-    a_forced_turn_is_one_call,
+    a_forced_turn_is_one_call_or_several,
     a_seed_fixes_the_text,
     a_stop_text_ends_the_turn,
     an_answer_is_held_to_a_schema,

@@ -1,7 +1,9 @@
-"""What stands before the first line of work: nothing heavy is imported to be told how to use it, nor installed for the core."""
+"""What stands around a command's work: nothing heavy is imported to be told how to use it, nor installed for the core; and
+who reads no further ends it without a word."""
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -23,6 +25,18 @@ def test_to_be_told_how_to_use_it_nothing_heavy_is_imported(words: list[str]) ->
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "loaded:"
     assert len(done.stdout.splitlines()) > 5 or not words
+
+
+@pytest.mark.parametrize("words", [["env", "list"], ["--help"]])
+def test_a_command_ends_quietly_when_its_reader_is_gone(words: list[str]) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [sys.executable, "-m", "jaxagent", *words], cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True
+    )
+    os.close(writer)
+    assert done.stderr == ""
+    assert done.returncode == 141 or (done.returncode == 0 and words == ["--help"])  # argparse does not mind
 
 
 def test_the_core_wants_no_torch_and_nothing_of_one_vendor() -> None:

@@ -27,7 +27,7 @@ from ml_collections import ConfigDict
 from jaxagent import config as configs
 from jaxagent import train
 from jaxagent.__main__ import main as command
-from jaxagent.chat.plain import tokenizer_files
+from jaxagent.chat.plain import PlainTemplate, tokenizer_files
 from jaxagent.checkpoint import Checkpoints
 from jaxagent.data.store import Store, audit
 from jaxagent.envs.env import find
@@ -344,6 +344,8 @@ def test_the_export_of_a_run_is_its_policy_and_generates(
 ) -> None:
     assert command(["export", f"--workdir={whole}", f"--to={tmp_path}"]) == 0
     assert "step 26" in capsys.readouterr().out
+    said = json.loads((tmp_path / "generation_config.json").read_text())
+    assert said["do_sample"] and said["eos_token_id"] == list(PlainTemplate().stop)
     exported = params_of(hf.load(tmp_path))[1]
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(exported), final_params(whole))
     texts = []

@@ -11,6 +11,8 @@ import os
 import re
 import resource
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,7 +25,7 @@ import numpy as np
 import pytest
 from ml_collections import ConfigDict
 from scripted import ScriptedSampler, never
-from test_hosts import on_each
+from test_hosts import environment, free_port, on_each
 from test_train import configured, final_params, steady_metrics, trajectories
 from toys import Parity
 
@@ -47,6 +49,7 @@ from jaxagent.rollout import RolloutOptions, Rollouts, Stopped
 from jaxagent.types import Message, SampleRequest, Sampling
 
 PLAIN = PlainTemplate()
+ROOT = Path(__file__).parents[1]
 # Two steps of warm-up, then four, with an evaluation after the second, at which a checkpoint is due too. What hangs would be
 # given up after a while, and counted as broken: a run that waits for it ends with other numbers.
 SHORT = ("warmup.steps=2", "train.steps=4", "evaluate.every=2", "checkpoint.every=2", "train.minibatches=1")
@@ -186,12 +189,12 @@ def heard() -> Iterator[None]:
 
 
 @pytest.fixture
-def command(heard: None, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Callable[[Path], tuple[int, str]]:
+def command(heard: None, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
     """The command line, on which Ctrl-C is pressed while its config is read; returns its exit code and its last word."""
     config = tmp_path / "interrupted.py"
-    config.write_text("import os, signal\n\n\ndef get_config(arg=''):\n    os.kill(os.getpid(), signal.SIGINT)\n")
 
-    def called(workdir: Path) -> tuple[int, str]:
+    def called(workdir: Path, told: str = "SIGINT") -> tuple[int, str]:
+        config.write_text(f"import os, signal\n\n\ndef get_config(arg=''):\n    os.kill(os.getpid(), signal.{told})\n")
         code = main(["train", f"--config={config}", f"--workdir={workdir}"])
         return code, capfd.readouterr().err.strip()
 
@@ -213,8 +216,41 @@ def test_ctrl_c_in_mid_step_ends_the_run_at_once_and_the_same_command_ends_as_if
     want_equal(stopped, whole)
 
 
+def test_sigterm_before_anything_is_trained_says_that_nothing_is_lost_and_has_the_command_started_again(
+    command: Callable[..., tuple[int, str]], tmp_path: Path
+) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    said = "SIGTERM while nothing was trained: stopped"
+    began_anew = f"{said} before anything was saved; the same command begins anew"
+    assert command(tmp_path / "run", "SIGTERM") == (train.EXIT_AGAIN, began_anew)
+    (tmp_path / "run" / "checkpoints" / "7").mkdir(parents=True)
+    goes_on = f"{said}; the same command goes on from the last checkpoint, step 7"
+    assert command(tmp_path / "run", "SIGTERM") == (train.EXIT_AGAIN, goes_on)
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_host_that_is_told_to_end_before_anything_is_trained_ends_without_waiting_for_the_others() -> None:
+    program = (
+        "from jaxagent.__main__ import AGAIN, Terminated\nfrom jaxagent.hosts import Hosts\n"
+        "with Hosts(0, 2).ending_together():\n    raise Terminated(AGAIN)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (75, "host 0 of 2 ends: Terminated: SIGTERM while nothing was trained\n")
+
+
+def test_sigterm_is_heard_by_a_host_that_has_joined_others() -> None:
+    """JAX has a hearer of its own, which only writes down that it came."""
+    program = (
+        "import os, signal, sys, time\nfrom jaxagent.hosts import join\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))\njoin()\n"
+        "os.kill(os.getpid(), signal.SIGTERM)\ntime.sleep(5)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=environment(free_port(), 0, hosts=1), check=False)
+    assert done.returncode == 75
+
+
 def test_ctrl_c_is_not_heard_while_what_was_saved_is_made_whole(heard: None) -> None:
-    with train.deaf():
+    with train.deaf(signal.SIGINT):
         signal.raise_signal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -35,6 +36,17 @@ def params(decoder: DecoderConfig, seed: int = 0) -> Params:
 
 def mesh(data: int = 1, fsdp: int = 1, tensor: int = 1, expert: int = 1, context: int = 1) -> DeviceMesh:
     return DeviceMesh.build(data, fsdp, tensor, expert, context)
+
+
+def put_together(parts: Iterable[Sequence[Params]]) -> list[Params]:
+    """Weights that came part by part, for each replica as one tree with its layers stacked."""
+    found = [list(own) for own in zip(*parts, strict=True)]
+    whole = []
+    for own in found:
+        layers = [part["blocks"] for part in own if "blocks" in part]
+        blocks = {name: np.concatenate([layer[name] for layer in layers]) for name in layers[0]}
+        whole.append({name: w for part in own for name, w in part.items()} | {"blocks": blocks})
+    return whole
 
 
 def tokens(decoder: DecoderConfig, *shape: int, seed: int = 0) -> np.ndarray:

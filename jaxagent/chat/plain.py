@@ -77,7 +77,7 @@ class PlainTemplate:
         names = [name.encode() for name in CONTROL]
         return Vocabulary((*(bytes([i]) for i in range(256)), *names), frozenset(range(256, self.vocab_size)))
 
-    def constraint(self, tools: Sequence[ToolSpec]) -> Constraint:
+    def constraint(self, tools: Sequence[ToolSpec], parallel: bool = True) -> Constraint:
         raise ValueError("calls of the plain template have no schema to be held to: their arguments are texts")
 
     def raw(self, text: str) -> list[int]:

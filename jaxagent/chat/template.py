@@ -58,8 +58,11 @@ class Template(Protocol):
         """What every id says, for a sampler that looks for texts or holds turns to a form."""
         ...
 
-    def constraint(self, tools: Sequence[ToolSpec]) -> Constraint:
-        """Holds every call of a turn to a tool's name and schema. Raises ValueError in a family where that cannot be said."""
+    def constraint(self, tools: Sequence[ToolSpec], parallel: bool = True) -> Constraint:
+        """Holds every call of a turn to a tool's name and schema; its form is that of one call or, if `parallel`, of several.
+
+        Raises ValueError in a family where that cannot be said.
+        """
         ...
 
 

@@ -121,9 +121,10 @@ class TokenizerTemplate:
     def vocabulary(self) -> Vocabulary:
         return vocabulary_of(self.tokenizer, self._control_tokens)
 
-    def constraint(self, tools: Sequence[ToolSpec]) -> Constraint:
+    def constraint(self, tools: Sequence[ToolSpec], parallel: bool = True) -> Constraint:
         added = self.tokenizer.get_added_vocab()
-        return call_constraint(self.turn, self.text, frozenset(added[token] for token in self._control_tokens), tools)
+        control = frozenset(added[token] for token in self._control_tokens)
+        return call_constraint(self.turn, self.text, control, tools, parallel)
 
     # ------------------------------------------------------------------ what the template can do
 

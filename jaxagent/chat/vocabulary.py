@@ -8,16 +8,19 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Sequence
-from itertools import pairwise
+from itertools import groupby
+from typing import TypeAlias
 
 from transformers import PreTrainedTokenizerBase
 
 from jaxagent.chat.plain import bytes_to_unicode
-from jaxagent.types import Constraint, Either, Form, Json, Message, ToolCall, ToolSpec, Vocabulary
+from jaxagent.types import Again, Constraint, Either, Json, Message, ToolCall, ToolSpec, Vocabulary
 
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 _OF_LETTER = {letter: byte for byte, letter in bytes_to_unicode().items()}
 NO_ARGUMENTS = "{}"
+
+Marked: TypeAlias = "tuple[str | int, ...]"  # texts, and ids of control tokens
 
 
 def vocabulary_of(tokenizer: PreTrainedTokenizerBase, control: Iterable[str]) -> Vocabulary:
@@ -51,26 +54,61 @@ def call_constraint(
     text: Callable[[Sequence[int]], str],
     control: frozenset[int],
     tools: Sequence[ToolSpec],
+    parallel: bool,
 ) -> Constraint:
     """Free turns in which a call, wherever it begins, is one of a tool with arguments of its schema.
 
+    Its form is that of one call or, if `parallel`, of calls in a row as the template writes them; of one alone where every
+    place in the row is written otherwise, as where ids are numbered.
+
     Args:
-        turn, text: of the template, whose turns of one call without arguments are taken apart.
+        turn, text: of the template, whose turns of calls without arguments are taken apart.
     """
-    opening, forms = set[int](), list[Form]()
-    for tool in tools:
-        ids = turn(Message("assistant", calls=(ToolCall(tool.name),)))
-        marks = [i for i, token in enumerate(ids) if token in control]
-        for start, end in pairwise(marks):
-            body = text(ids[start + 1 : end])
-            if tool.name in body and body.count(NO_ARGUMENTS) == 1:
-                before, after = body.split(NO_ARGUMENTS)
-                opening.add(ids[start])
-                forms.append((before, Json(json.dumps(tool.parameters)), after, ids[end]))
-                break
-    if not tools or len(forms) < len(tools) or len(opening) != 1:
+
+    def between(*names: str) -> list[Marked]:
+        try:
+            ids = turn(Message("assistant", calls=tuple(ToolCall(name) for name in names)))
+        except ValueError:  # it has no place for several
+            return []
+        return _between_arguments(ids, text, control, names[0])
+
+    def each(before: Sequence[Marked]) -> Either:
+        pairs = zip(before, tools, strict=True)
+        return Either(tuple((*marked, Json(json.dumps(tool.parameters))) for marked, tool in pairs))
+
+    alone = [between(tool.name) for tool in tools]
+    if not tools or any(len(parts) != 2 for parts in alone) or len({(parts[0][0], parts[1]) for parts in alone}) > 1:
+        said = repr(text(turn(Message("assistant", calls=(ToolCall(tools[0].name),))))) if tools else "no tools"
         raise ValueError(
             "calls can be held to their tools' schemas where they stand in JSON between control tokens, the first of which "
-            f"opens nothing else; in this family, or without tools, they cannot: {text(ids) if tools else 'no tools'!r}"
+            f"opens nothing else; in this family, or without tools, they cannot: {said}"
         )
-    return Constraint(Either(tuple(forms)), after=tuple(opening))
+    begin, end = alone[0]
+    first, name = each([parts[0][1:] for parts in alone]), tools[0].name
+    row = between(name, name, name) if parallel else []
+    if len(row) != 4 or row[1] != row[2] or (row[0], row[3]) != (begin, end):
+        return Constraint((first, *end), after=(int(begin[0]),))
+    pairs = [between(name, tool.name) for tool in tools]
+    if any(len(parts) != 3 for parts in pairs):
+        return Constraint((first, *end), after=(int(begin[0]),))
+    return Constraint((first, Again(each([parts[1] for parts in pairs])), *end), after=(int(begin[0]),))
+
+
+def _between_arguments(
+    ids: Sequence[int], text: Callable[[Sequence[int]], str], control: frozenset[int], name: str
+) -> list[Marked]:
+    """What stands before, between and behind the empty arguments of a turn's calls: from the control token before the first
+    name to the one that closes the last call. Nothing where these are not there."""
+    parts: list[list[str | int]] = [[]]
+    for marked, run in groupby(ids, control.__contains__):
+        if marked:
+            parts[-1] += run
+            continue
+        before, *behind = text(list(run)).split(NO_ARGUMENTS)
+        parts[-1] += [before] * bool(before)
+        parts += [[piece] if piece else [] for piece in behind]
+    opening = [i for i, one in enumerate(parts[0][1:]) if isinstance(one, str) and name in one and isinstance(parts[0][i], int)]
+    closing = [i for i, one in enumerate(parts[-1]) if isinstance(one, int)]
+    if len(parts) < 2 or not opening or not closing:
+        return []
+    return [tuple(parts[0][opening[-1] :]), *map(tuple, parts[1:-1]), tuple(parts[-1][: closing[0] + 1])]

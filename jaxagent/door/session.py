@@ -241,7 +241,7 @@ class Session:
             return None
         named = tuple(tool for tool in ask.tools if ask.choice == f"={tool.name}") or ask.tools
         try:
-            calls = self.template.constraint(named)
+            calls = self.template.constraint(named, ask.parallel)
         except ValueError as error:
             raise Refused(f"calls cannot be forced or held to their schemas here: {error}", param="tool_choice") from None
         return Constraint((calls.after[0], calls.form)) if forced else calls

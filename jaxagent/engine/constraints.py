@@ -16,7 +16,7 @@ from jaxtyping import Int, UInt32
 
 from jaxagent.engine import schema
 from jaxagent.engine.automaton import Network, determine
-from jaxagent.types import Constraint, Either, Form, Json, Vocabulary
+from jaxagent.types import Again, Constraint, Either, Form, Json, Vocabulary
 
 TOKEN_BYTES = 16  # longer tokens are not drawn where a form must follow; their text can be spelled with shorter ones
 BYTES = 256
@@ -161,6 +161,10 @@ class Compiler:
             if not form.forms:
                 raise ValueError("a constraint must leave something to write: Either() has no forms")
             return network.join([self._form(network, start, one) for one in form.forms])
+        if isinstance(form, Again):
+            around = network.join([start])
+            network.link(self._form(network, around, form.form), around)
+            return around
         for one in form:
             start = self._form(network, start, one)
         return start

@@ -34,6 +34,7 @@ from jaxagent.engine.options import EngineOptions, EngineStats, used_lengths
 from jaxagent.engine.pages import PageTable
 from jaxagent.engine.prefill import Prefill
 from jaxagent.engine.programs import Call, compiled_here, prepare
+from jaxagent.engine.publish import Incoming
 from jaxagent.engine.slots import AWAY, Row, SlotTable
 from jaxagent.engine.speculation import Speculation
 from jaxagent.engine.steps import make_steps, new_rows
@@ -128,6 +129,20 @@ class Engine:
     def publish(self, params: Params, version: int) -> None:
         """Copies the learner's weights into the sampler's layout, between two calls; returns when they are in."""
         self.run(lambda: self._publish(params, version))
+
+    def begin_publish(self) -> Incoming:
+        """Lets the old weights go, so that the new ones have their place; by its own thread, or while that is held."""
+        self._params = None
+        return Incoming(self._steps.publish)
+
+    def end_publish(self, incoming: Incoming, version: int) -> None:
+        """Goes on with the weights that have come in."""
+        self._params = jax.block_until_ready(incoming.whole())
+        self._version = version
+        if self.options.recompute:
+            self.table.forget()
+            for row in self.table.begun:  # what they had may take more than one call to compute
+                self._arming.freeze(row.slot)
 
     def warm_up(self) -> Future[None]:
         """Compiles every program, side by side; needs published weights."""
@@ -404,13 +419,10 @@ class Engine:
             tell(loop, future.cancel)
 
     def _publish(self, params: Params, version: int) -> None:
-        here, self._params = jax.device_put(params, self._shardings), None  # nothing runs: the old copy can go first
-        self._params = jax.block_until_ready(self._steps.publish(here))
-        self._version = version
-        if self.options.recompute:
-            self.table.forget()
-            for row in self.table.begun:  # what they had may take more than one call to compute
-                self._arming.freeze(row.slot)
+        here = jax.device_put(params, self._shardings)
+        incoming = self.begin_publish()
+        incoming.add(here)
+        self.end_publish(incoming, version)
 
     def _warm_up(self) -> None:
         prepare(self._calls())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 
@@ -24,8 +24,8 @@ class Replicas:
     change its tokens: they depend on its key and its own tokens only.
     """
 
-    def __init__(self, engines: Sequence[Engine], spread: Callable[[Params], Sequence[Params]] | None = None):
-        """Args: spread: makes of published weights those of each engine, where they are not all of this process."""
+    def __init__(self, engines: Sequence[Engine], spread: Callable[[Params], Iterable[Sequence[Params]]] | None = None):
+        """Args: spread: makes of published weights, part by part, those of each engine, where they are other arrays."""
         self.engines, self._spread = list(engines), spread
         self._home: dict[str, tuple[int, str]] = {}  # of a trajectory: its engine, and its group where that is followed
         self._groups: dict[str, int] = {}
@@ -58,20 +58,27 @@ class Replicas:
             self._groups.pop(group, None)
 
     def publish(self, params: Params, version: int) -> None:
-        each: Sequence[Params] = [params] * len(self.engines)
-        if self._spread:
-            with self.hold():  # a program of all the devices, which those of an engine must not cross
-                each = jax.block_until_ready(self._spread(params))
-        for engine, own in zip(self.engines, each, strict=True):
-            engine.publish(own, version)
+        if not self._spread:
+            for engine in self.engines:
+                engine.publish(params, version)
+            return
+        with self.hold(every=True):  # programs of all the devices, which those of an engine must not cross
+            incoming = [engine.begin_publish() for engine in self.engines]
+            for each in self._spread(params):
+                for one, own in zip(incoming, each, strict=True):
+                    one.add(own)
+                jax.block_until_ready([one.whole() for one in incoming])  # or parts would be put together far ahead
+                del each, own  # before the next part comes
+            for engine, one in zip(self.engines, incoming, strict=True):
+                engine.end_publish(one, version)
 
     def idle(self) -> bool:
         """Whether no engine has had anything to decode for a while, so that the devices are free."""
         return all(engine.idle(GAP_S) for engine in self.engines)
 
     @contextmanager
-    def hold(self) -> Iterator[None]:
-        """No engine of several devices calls them meanwhile; turns in progress go on afterwards.
+    def hold(self, every: bool = False) -> Iterator[None]:
+        """No engine of several devices calls them meanwhile, or none at all; turns in progress go on afterwards.
 
         Programs with collectives that two threads send to the same devices may come to each of them in another order, and
         would wait for each other for ever. An engine of one device has none, and is not held.
@@ -83,8 +90,14 @@ class Replicas:
             free.wait()
 
         try:
-            for _ in [engine.post(pause) for engine in self.engines if engine.devices > 1]:
+            held = [engine.post(pause) for engine in self.engines if every or engine.devices > 1]
+            for one in held:
+                one.add_done_callback(lambda _: arrived.release())  # one that fails never pauses
+            for _ in held:
                 arrived.acquire()
+            for one in held:
+                if one.done():
+                    one.result()  # raises what its call in flight has raised
             yield
         finally:
             free.set()

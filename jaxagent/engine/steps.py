@@ -34,8 +34,9 @@ from jaxagent.engine.cache import (
     write_slot,
 )
 from jaxagent.engine.controls import Grammars, Rows, effective_temperature, follow, settle
+from jaxagent.engine.publish import Publish, takes_joined, takes_output_first
 from jaxagent.engine.sampling import likeliest, sample, uniforms
-from jaxagent.models.adapters import merged, unadapted
+from jaxagent.models.adapters import unadapted
 from jaxagent.models.attention import Attend
 from jaxagent.models.layers import rms_norm
 from jaxagent.models.moe import mix_experts
@@ -46,11 +47,7 @@ from jaxagent.models.transformer import (
     embed,
     head_logits,
     head_table,
-    heads_first,
     join,
-    joined,
-    output_first,
-    unstack,
 )
 from jaxagent.sharding import DeviceMesh
 
@@ -86,7 +83,7 @@ def new_rows(slots: int, stops: int) -> Rows:
 class Steps:
     """The jitted programs of one engine; shapes are fixed by the arguments they are first called with."""
 
-    publish: Callable[..., Params]
+    publish: Publish
     append: Callable[..., tuple[Cache, Array | None, Array | None]]
     fork: Callable[..., Cache]
     stash: Callable[..., Cache]
@@ -115,22 +112,11 @@ def make_steps(
     With `pages` the cache is pages, append and decode are told which are whose (`table_CM`), and attention has the same bits in
     either way, products of fewer rows may not; fork, stash and restore are told pages in place of slots and lengths.
 
-    Adapters are merged when weights are published: decoding costs what it does without them. With `record_routing`, append
-    and decode also return the experts of every fed token, int16 [..., L, k]. With `top_logprobs` = n, rows need controls, and
-    decode also returns the n likeliest tokens and their log-probs, [C, N, n], of the rows that ask for them.
+    With `record_routing`, append and decode also return the experts of every fed token, int16 [..., L, k]. With `top_logprobs`
+    = n, rows need controls, and decode also returns the n likeliest tokens and their log-probs, [C, N, n], of the rows that ask
+    for them.
     """
     forward = forward_fn(config, mesh, record_routing)
-
-    def publish(params: Params) -> Params:
-        # A real copy: an output that is its own input would die when the learner donates its weights.
-        sliced = unstack(jax.tree.map(lambda w: jnp.array(w, dtype, copy=True), merged(params, config)), config.layers)
-        if mesh.platform == "tpu":
-            return {**sliced, "blocks": tuple(heads_first(layer) for layer in sliced["blocks"])}
-        if takes_joined(mesh):
-            return {**sliced, "blocks": tuple(joined(layer) for layer in sliced["blocks"])}
-        if not takes_output_first(config, mesh):
-            return sliced
-        return {**sliced, "blocks": tuple(output_first(layer) for layer in sliced["blocks"])}
 
     def append(
         params: Params,
@@ -159,7 +145,7 @@ def make_steps(
 
     compiled = partial(jax.jit, compiler_options=COMPILE.get(mesh.platform))
     return Steps(
-        publish=jax.jit(publish),
+        publish=Publish(config, dtype, mesh),
         append=compiled(append, donate_argnums=1),
         fork=jax.jit(copy_pages if pages else copy_prefix, static_argnums=() if pages else 3, donate_argnums=0),
         stash=jax.jit(read_pages if pages else read_slot, static_argnums=() if pages else 2),
@@ -172,16 +158,6 @@ def make_steps(
         verify=compiled(verify_fn(config, forward, chunk, top_logprobs), donate_argnums=(1, 2)),
         settle=jax.jit(settle, donate_argnums=0),
     )
-
-
-def takes_output_first(config: DecoderConfig, mesh: DeviceMesh) -> bool:
-    """Whether the sampler's copy holds linear maps as [out, in]: on a CPU, and not of experts, whose products are others."""
-    return mesh.platform == "cpu" and not config.experts
-
-
-def takes_joined(mesh: DeviceMesh) -> bool:
-    """Whether the sampler's copy holds maps of one input as one matrix: on a GPU that has all of the heads."""
-    return mesh.platform == "gpu" and mesh.size["tensor"] == 1
 
 
 def forward_fn(config: DecoderConfig, mesh: DeviceMesh, record_routing: bool) -> Forward:

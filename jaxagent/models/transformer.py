@@ -2,7 +2,7 @@
 
 NNX defines, initialises, loads and saves. Every hot jit takes the pure dict of weights (`params_of`) and merges the module
 inside the trace, which costs nothing at run time. Weights of all layers are stacked in the first dimension: training scans
-over them, the engine slices them once per publish (`unstack`).
+over them, the engine has each by itself (engine/publish.py), since slicing inside a token loop would copy for every token.
 """
 
 from __future__ import annotations
@@ -365,12 +365,6 @@ def _is_variable(x: Any) -> bool:
 def head_table(params: Params, config: DecoderConfig) -> Float[Array, "V D"]:
     """The weights of the output head, which may be the embedding."""
     return params["embed"] if config.tied_head else params["head"]
-
-
-def unstack(params: Params, layers: int) -> Params:
-    """Stacked weights as one entry per layer: slicing them inside a token loop would copy them for every token."""
-    blocks = tuple(jax.tree.map(lambda w: w[i], params["blocks"]) for i in range(layers))  # noqa: B023 (used at once)
-    return {**params, "blocks": blocks}
 
 
 def output_first(layer: Params) -> Params:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 
 import pytest
-from made import LOOK, SPECIAL, WHOLE, make
+from made import JINJA, LOOK, SPECIAL, WHOLE, make
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from jaxagent.chat.plain import PlainTemplate
 from jaxagent.chat.vocabulary import vocabulary_of
 from jaxagent.engine.constraints import Automaton, Compiler
-from jaxagent.types import Constraint, Either, Json, Message, ToolCall, ToolSpec
+from jaxagent.types import Again, Constraint, Either, Json, Message, ToolCall, ToolSpec
 
 TEXT = 'Look up the key, "é ☃"\n\n\t{"a": [1]}'
 READ = ToolSpec("read", "", {"type": "object", "properties": {"line": {"type": "integer"}}, "required": []})
@@ -82,8 +82,49 @@ def test_every_call_that_the_template_writes_can_be_sampled_and_wrong_ones_canno
 def test_the_form_of_a_chatml_call_is_that_of_the_template() -> None:
     template = make("chatml")
     begin, end = template.tokenizer.convert_tokens_to_ids(["<tool_call>", "</tool_call>"])
-    form = ('\n{"name": "look", "arguments": ', Json(json.dumps(LOOK.parameters)), "}\n", end)
-    assert template.constraint((LOOK,)) == Constraint(Either((form,)), after=(begin,))
+    called = ('\n{"name": "look", "arguments": ', Json(json.dumps(LOOK.parameters)))
+    assert template.constraint((LOOK,), parallel=False) == Constraint((Either((called,)), "}\n", end), after=(begin,))
+    another = Again(Either((("}\n", end, "\n", begin, *called),)))
+    assert template.constraint((LOOK,)) == Constraint((Either((called,)), another, "}\n", end), after=(begin,))
+
+
+# Mistral's later form, in which every call opens with a token of its own.
+NAMED = (
+    JINJA["mistral"]
+    .replace("'[TOOL_CALLS] ['", "''")
+    .replace(
+        """(call.function | tojson)[:-1] + ', "id": "' + call.id + '"}' + (']' if loop.last else ', ')""",
+        "'[TOOL_CALLS]' + call.function.name + '[ARGS]' + call.function.arguments | tojson",
+    )
+)
+
+
+@pytest.mark.parametrize(
+    ("family", "jinja", "several"),
+    [("chatml", "", True), ("mistral", NAMED, True), ("mistral", "", False)],  # the last one numbers the ids of its calls
+)
+def test_a_turn_of_calls_alone_is_one_or_several_as_the_template_joins_them(family: str, jinja: str, several: bool) -> None:
+    template = make(family, jinja)
+    compiler = Compiler(template.vocabulary(), template.vocab_size, 4000)
+    free = [template.constraint((LOOK, READ), parallel) for parallel in (False, True)]
+    one, more = (compiler.compile(Constraint((held.after[0], held.form)), template.stop) for held in free)
+    look, read = ToolCall("look", {"key": "37"}), ToolCall("read", {"line": 12})
+
+    def said(automaton: Automaton, *calls: ToolCall, content: str = "") -> bool:
+        stop = template.stop[:1]
+        ids = template.turn(Message("assistant", content, calls=calls))
+        return accepts(automaton, compiler, [*ids, *(stop if ids[-1] not in template.stop else ())])
+
+    for automaton in (one, more):
+        assert said(automaton, look) and said(automaton, read)
+        assert not said(automaton, content="I know it.")
+    for calls in ((look, read), (read, read, look), (look,) * 5):
+        assert said(more, *calls) == several
+        assert not said(one, *calls)
+    wrong = ToolCall("read", {"line": "12"})
+    assert not said(more, look, wrong) and not said(more, wrong, look)
+    if family == "chatml":  # where a call's own token closes it, a free turn may begin the next one anyway
+        assert compiler.compile(free[0], template.stop).states == compiler.compile(free[1], template.stop).states
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma"])

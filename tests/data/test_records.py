@@ -43,6 +43,18 @@ def test_parquet_and_data_sets_on_disk_are_read_alike(tmp_path: Path) -> None:
     assert sum(Questions(str(tmp_path / "saved"), toolbox=()).sizes.values()) == 40
 
 
+@pytest.mark.filterwarnings("default")
+def test_what_the_library_itself_saves_to_disk_is_read(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets", reason="datasets is not installed (extra: vendors)")
+    saved = datasets.Dataset.from_list(ROWS)
+    saved.save_to_disk(tmp_path / "one", num_shards=2)
+    datasets.DatasetDict({"train": saved, "test": saved.select([7])}).save_to_disk(tmp_path / "several")
+    assert [record for _, record in read_records(tmp_path / "one", ("question", "answer"))] == ROWS
+    assert read_records(tmp_path / "several" / "test") == [("row 1", ROWS[7])]
+    with pytest.raises(ValueError, match=r"several splits are in this folder; name one of .*train"):
+        read_records(tmp_path / "several")
+
+
 def test_faults_of_tables_are_told(tmp_path: Path) -> None:
     arrow = pytest.importorskip("pyarrow", reason="the extra `data` is not installed")
     parquet = pytest.importorskip("pyarrow.parquet")

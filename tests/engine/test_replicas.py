@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 import tiny
+from flax import nnx
 
 from jaxagent.engine.engine import Engine, EngineOptions
+from jaxagent.engine.publish import Publish
 from jaxagent.engine.replicas import Replicas
-from jaxagent.models.transformer import Params
+from jaxagent.hosts import spread_fn
+from jaxagent.models.adapters import lora_spec
+from jaxagent.models.lora import LoraSpec
+from jaxagent.models.transformer import Decoder, Params, logical_axes
+from jaxagent.topology import size_bytes
 from jaxagent.types import SampleRequest
 
 
 @contextmanager
-def engines(tensor: int, spread: Callable[[Params], Sequence[Params]] | None = None) -> Iterator[Replicas]:
+def engines(tensor: int, spread: Callable[[Params], Iterable[Sequence[Params]]] | None = None) -> Iterator[Replicas]:
     """Two engines that hold no weights and sample nothing."""
     options = EngineOptions(slots=1, slot_tokens=16, chunk=16)
     made = Replicas([Engine(tiny.config(), options, place) for place in tiny.mesh(data=2, tensor=tensor).replicas()], spread)
@@ -68,16 +78,59 @@ def test_an_engine_that_cannot_be_held_lets_the_others_go() -> None:
         replicas.engines[0].post(lambda: None).result(timeout=60)
 
 
-def test_weights_are_spread_while_engines_of_several_devices_make_no_call() -> None:
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_weights_are_spread_while_no_engine_makes_a_call(tensor: int) -> None:
     called: list[int] = []
 
-    def spread(params: Params) -> Sequence[Params]:
+    def spread(params: Params) -> list[Sequence[Params]]:
         replicas.engines[0].post(lambda: called.append(1))
         time.sleep(0.05)
         raise ZeroDivisionError(f"{len(called)} calls meanwhile")
 
-    with engines(tensor=2, spread=spread) as replicas, pytest.raises(ZeroDivisionError, match="0 calls meanwhile"):
+    with engines(tensor=tensor, spread=spread) as replicas, pytest.raises(ZeroDivisionError, match="0 calls meanwhile"):
         replicas.publish({}, version=1)
+
+
+def test_what_a_call_in_flight_has_raised_is_raised_by_who_would_hold_the_engines() -> None:
+    with engines(tensor=2) as replicas:
+
+        def lost() -> None:
+            raise MemoryError("of the call in flight")
+
+        replicas.engines[1]._read_flight = lost  # type: ignore[method-assign]
+        with pytest.raises(MemoryError, match="in flight"), replicas.hold():
+            raise AssertionError("held")
+        replicas.engines[0].run(lambda: None)  # it goes on
+
+
+@pytest.mark.parametrize("lora", [None, lora_spec(2)], ids=["weights", "adapters"])
+def test_weights_come_a_part_at_a_time_and_are_those_that_one_device_makes(lora: LoraSpec | None) -> None:
+    decoder, options = tiny.config(layers=3, lora=lora), EngineOptions(slots=1, slot_tokens=16, chunk=16)
+    params, axes = tiny.params(decoder), logical_axes(nnx.eval_shape(lambda: Decoder(decoder, nnx.Rngs(0))))
+    mesh = tiny.mesh(fsdp=2)
+    places, sizes = list(mesh.replicas()), []
+    spread = spread_fn(mesh, axes, None, places)
+
+    def watched(cut: Params) -> Iterator[Sequence[Params]]:
+        parts, before = spread(cut), []
+        while each := next(parts, None):
+            assert all(part() is None for part in before), "the part before is still there"
+            sizes.append(size_bytes(each[0]))
+            before = [weakref.ref(leaf) for leaf in jax.tree.leaves(each)]
+            yield each
+            del each
+
+    replicas = Replicas([Engine(decoder, options, place) for place in places], watched)
+    try:
+        replicas.publish(jax.tree.map(jax.device_put, params, mesh.shardings(axes, params)), version=7)
+        want = Publish(decoder, jnp.dtype("float32"), places[0])(params)
+        for engine in replicas.engines:
+            assert engine._version == 7
+            jax.tree.map(np.testing.assert_array_equal, engine._params, want)
+    finally:
+        replicas.close()
+    layer = size_bytes(params["blocks"]) // 3
+    assert sizes[-3:] == [layer] * 3 and max(sizes[:-3]) == size_bytes(params["embed"])
 
 
 def test_mates_follow_each_other_and_a_group_is_forgotten_with_the_last_of_them() -> None:

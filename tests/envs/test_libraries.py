@@ -15,6 +15,7 @@ from scripted import ScriptedSampler, episode
 
 from jaxagent.agent import Limits
 from jaxagent.chat.plain import PlainTemplate
+from jaxagent.data.tasks import ValueStream
 from jaxagent.envs import crafter, gymnasium_text, reasoning_gym, scienceworld, textarena, textworld
 from jaxagent.envs.workers import install
 from jaxagent.types import Message, SampleRequest, Sampling, StopReason
@@ -92,6 +93,25 @@ def test_a_demonstrator_that_slips_goes_other_ways_and_comes_back_to_its_walkthr
 def test_a_demonstrator_that_slips_gives_up_after_its_moves() -> None:
     guide = textworld.Slipping(["e", "t"], random.Random(0), slips=0.0, moves=1)
     assert [guide("attic e"), guide("cellar tw")] == ["e", None]
+
+
+def test_a_curriculum_has_longer_games_level_by_level_and_draws_those_at_the_edge_of_a_player() -> None:
+    world = made(textworld.make_world, levels=(1, 2, 3, 4, 5), told=("brief",), rules=False)
+    assert [len(demonstrated(world, index)) for index in range(5)] == [world.task("demo", i)["level"] for i in range(5)]
+    quests = made(textworld.make_world, kind="quest", levels=(1, 2, 3))
+    assert [len(demonstrated(quests, index)) for index in range(3)] == [1, 2, 3]
+
+    def wins(index: int, moves: int) -> bool:
+        return played(world, world.task("demo", index), demonstrated(world, index)[:moves])[-1].reward == 1.0
+
+    won = [[wins(index, moves) for moves in (2, 3)] for index in range(5)]
+    assert [sum(both) for both in won] == [2, 2, 1, 0, 0]  # of a player who has two moves or three
+    stream, drawn = ValueStream(5, seed=0, max_repeats=5), list[int]()
+    for _ in range(400):
+        (index,) = stream.take(1)
+        drawn.append(1 + index)
+        stream.tell(index, sum(won[index]), 2)
+    assert drawn[200:].count(3) > 0.6 * 200
 
 
 def test_commands_that_end_the_machine_or_write_files_are_no_moves() -> None:

@@ -16,12 +16,15 @@ import pytest
 from aiohttp import WSMsgType, web
 from scripted import episode, script
 
+from jaxagent.agent import Limits
 from jaxagent.chat.plain import PlainTemplate
-from jaxagent.envs.env import Step
+from jaxagent.config import load
+from jaxagent.envs.env import Step, find
 from jaxagent.envs.openenv import OpenEnv, OpenEnvFault
 from jaxagent.types import Message, StopReason
 
 TEMPLATE = PlainTemplate()
+RECIPE = Path(__file__).parents[2] / "configs" / "openenv.py"
 
 
 class Server:
@@ -195,7 +198,7 @@ def test_the_library_itself_serves_episodes_that_are_played_to_their_rewards(tmp
     python = os.environ.get("OPENENV_PYTHON", sys.executable)
     looks = "import importlib.util, sys; sys.exit(not importlib.util.find_spec('openenv'))"
     if subprocess.run([python, "-c", looks], check=False).returncode:
-        pytest.skip(f"{python} has no openenv-core; OPENENV_PYTHON may name one that has")
+        pytest.skip(f"openenv-core is not installed in {python}; OPENENV_PYTHON may name another that has it")
     variables = {**os.environ, "HOME": str(tmp_path)}
     program = [python, str(Path(__file__).with_name("openenv_counting.py"))]
     with subprocess.Popen(program, stdout=subprocess.PIPE, text=True, env=variables, cwd=tmp_path) as server:
@@ -219,5 +222,30 @@ def test_the_library_itself_serves_episodes_that_are_played_to_their_rewards(tmp
                 await env.close()
 
             asyncio.run(play())
+            fields = ["--config.env.options.field=message", "--config.env.options.shows=text", "--config.rollout.concurrency=4"]
+            train = [
+                sys.executable,
+                "-m",
+                "jaxagent",
+                "train",
+                f"--config={RECIPE}:runlocal:{url}",
+                f"--workdir={tmp_path / 'r'}",
+            ]
+            ran = subprocess.run([*train, *fields], capture_output=True, text=True, check=False)
+            assert ran.returncode == 0, ran.stderr
+            assert {"before", "after"} <= json.loads((tmp_path / "r" / "eval.json").read_text()).keys()
         finally:
             server.kill()
+
+
+def test_the_recipe_is_of_the_server_that_is_named_and_its_rows_hold_an_episode() -> None:
+    async def play() -> None:
+        async with serving() as (server, url):
+            config, faults = load(f"{RECIPE}:runlocal:{url}", ["env.options.field=message", "env.options.shows=text"])
+            assert (faults, config.env.name) == ([], "openenv")
+            world = find(config.env.name)(**config.env.options)
+            (row,) = await episode(world, world.task("train", 0), script(TEMPLATE, said("up")), limits=Limits(**config.agent))
+            assert (row.stop, row.reward, len(server.resets)) == (StopReason.ENV_TERMINATED, 1.0, 1)
+
+    asyncio.run(play())
+    assert load(f"{RECIPE}:http://127.0.0.1:9")[0].env.options.url == "http://127.0.0.1:9"

@@ -27,7 +27,6 @@ from jaxagent.models.transformer import (
     logical_axes,
     output_first,
     params_of,
-    unstack,
 )
 
 GEMMA = {
@@ -101,9 +100,9 @@ def test_the_scan_over_layers_equals_a_loop_over_unstacked_ones(config: DecoderC
 
     @jax.jit
     def loop(params: Any) -> jax.Array:
-        params = unstack(params, config.layers)
         x, attend = embed(params["embed"], tokens, config), packed(jnp.ones_like(tokens), config.attention)
-        for i, weights in enumerate(params["blocks"]):
+        for i in range(config.layers):
+            weights = jax.tree.map(lambda w: w[i], params["blocks"])  # noqa: B023 (used at once)
             x = nnx.merge(graph, weights)(x, config.rotations(pos), attend, None, config.slides(i))[0]
         hidden = rms_norm(x, params["norm"], config.norm_eps, config.plus_one_norms)
         return head_logits(head_table(params, config), hidden, config)
@@ -116,7 +115,7 @@ def test_linear_maps_laid_as_matrices_give_the_same() -> None:
     policy = tiny.policy(config)
     x, pos = jax.random.normal(jax.random.key(0), (2, LENGTH, config.width)), jnp.arange(LENGTH)[None]
     attend = packed(jnp.ones((2, LENGTH), jnp.int32), config.attention)
-    layer = unstack(params_of(policy)[1], config.layers)["blocks"][1]
+    layer = jax.tree.map(lambda w: w[1], params_of(policy)[1]["blocks"])
 
     def run(layer: Any) -> jax.Array:
         return nnx.merge(nnx.split(policy.blocks)[0], layer)(x, config.rotations(pos), attend, None)[0]
@@ -143,7 +142,7 @@ def test_maps_of_one_input_joined_give_the_same(changes: dict[str, Any]) -> None
     policy = tiny.policy(config)
     x, pos = jax.random.normal(jax.random.key(0), (2, LENGTH, config.width)), jnp.arange(LENGTH)[None]
     attend = packed(jnp.ones((2, LENGTH), jnp.int32), config.attention)
-    layer = unstack(params_of(policy)[1], config.layers)["blocks"][1]
+    layer = jax.tree.map(lambda w: w[1], params_of(policy)[1]["blocks"])
 
     def run(layer: Any) -> jax.Array:
         return nnx.merge(nnx.split(policy.blocks)[0], layer)(x, config.rotations(pos), attend, None)[0]

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -193,16 +194,15 @@ def _process(*words: str) -> Any:
     command = [sys.executable, *(word.format(port=port) for word in words)]
     with tempfile.TemporaryFile() as said, subprocess.Popen(command, stdout=said, stderr=said) as process:
         try:
-            for _ in range(600):
+            listens, until = False, time.monotonic() + 300.0  # some take twenty seconds of a core to be imported
+            while not listens and process.poll() is None and time.monotonic() < until:
                 with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 0.1):
-                    break
-                if process.poll() is not None:
-                    break
+                    listens = True
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(0.05)
-            if process.poll() is not None:
+            if not listens:
                 said.seek(0)
-                raise AssertionError(said.read().decode())
+                raise AssertionError(said.read().decode() or "it did not listen within 300 s")
             yield f"http://127.0.0.1:{port}"
         finally:
             process.kill()
@@ -224,7 +224,7 @@ def play(name: str, request: pytest.FixtureRequest, questions: Callable[[World],
     server = request.getfixturevalue("server") if name == "v1" else None
 
     async def run() -> T:
-        async with asyncio.timeout(60), world(name, server) as made:
+        async with world(name, server) as made, asyncio.timeout(60):
             answer = await questions(made)
             if made.session is not None:
                 await made.session.close()

@@ -4,6 +4,7 @@ import shlex
 from typing import Any
 
 from aiohttp import web
+from custom_resources import faults
 
 from .machine import Machine
 
@@ -51,7 +52,7 @@ class Fake:
 
     async def claim(self, request: web.Request) -> web.Response:
         head = await request.json()
-        assert head["kind"] == "SandboxClaim" and head["spec"]["warmPoolRef"]["name"] == "python-pool"
+        assert head["kind"] == "SandboxClaim" and faults(head) == [] and head["spec"]["warmPoolRef"]["name"] == "python-pool"
         name = head["metadata"]["name"]
         if name in self.claims:
             return web.json_response({"kind": "Status", "reason": "AlreadyExists"}, status=409)
