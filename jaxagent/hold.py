@@ -25,6 +25,11 @@ class Hold:
     rows: list[Trajectory] = field(default_factory=list)  # what there is of it
     heard: list[Callable[[], None]] = field(default_factory=list)  # told when it is over
 
+    @property
+    def left(self) -> bool:
+        """Something of it is still to be waited for: its world may hang where its rows are whole."""
+        return self.task is not None or not self.over
+
     def begin(self) -> None:
         """Called in the episode's own task. Raises CancelledError where it was ended before it began."""
         self.task = asyncio.current_task()

@@ -215,7 +215,7 @@ class Rollouts:
         self._loop.call_soon_threadsafe(self._end_late, holds, budget_s - 3 * LEAVE_S, why)
 
     def _end_late(self, holds: Sequence[Hold], seconds: float, why: str) -> None:
-        left = [hold for hold in holds if not hold.over]
+        left = [hold for hold in holds if hold.left]
         count = len(left)
 
         def end() -> None:

@@ -11,6 +11,7 @@ import contextlib
 import shutil
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -242,6 +243,27 @@ def test_whatever_is_waited_for_may_fail_in_any_way_and_all_else_goes_on(tmp_pat
                     check(scene(), calm, f"{kind} at {place} in {name}")
     assert set(places) - reached == THREADED
     assert set(UNTRIED) <= reached
+
+
+@pytest.mark.parametrize("awaited", ["_Origin.leave: _close(self._env.close)", "Rollouts._attempt: _close(hold.opened.pop().close)"])
+def test_a_world_that_hangs_as_it_closes_is_left_though_its_episode_was_over_at_once(
+    awaited: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    supervise = Rollouts._supervise
+
+    def late(made: Rollouts, futures: Sequence[Future[list[Trajectory]]]) -> None:
+        """As on a machine so busy that rows are whole before anybody looks after their episodes."""
+        while not all(made._holds[future].over for future in futures if future in made._holds):
+            time.sleep(0.001)
+        supervise(made, futures)
+
+    monkeypatch.setattr(Rollouts, "_supervise", late)
+    found = Faults()
+    with found.within(rollout, agent, tools, lengths, journal):
+        calm = tried(Stairs(forks=True), climb, branched=True)
+        found.arm(f"rollout.{awaited}", "hang")
+        check(tried(Stairs(forks=True), climb, branched=True), calm, awaited)
+        assert found.seen[f"rollout.{awaited}"]
 
 
 def half_written(folder: Path) -> Path:
