@@ -218,8 +218,8 @@ class Learner:
         metrics |= {f"{o.prefix}/{name}": float(x) for name, x in jax.device_get(norms).items()} | {f"{o.prefix}/lr": lr}
         return metrics | (balance(jax.device_get(acc["router"])) if acc["router"] else {})
 
-    def warm_up(self) -> None:
-        """Compiles accumulation and update on empty rows, without changing anything.
+    def warm_up(self, *, scores: bool = False) -> None:
+        """Compiles accumulation and update on empty rows, without changing anything; and `score`, where it will be wanted.
 
         The update takes the weights and moments themselves, as it will, and a gradient of nothing leaves them as they are:
         copies of them would be the most that a run of large weights ever holds.
@@ -228,6 +228,8 @@ class Learner:
         numbers = self._optimizer.numbers(0.0)
         self.trained, self.opt_state, _ = self._apply(self.trained, self.opt_state, acc, np.float32(1.0), numbers)
         jax.block_until_ready((self.trained, self.opt_state))
+        if scores:
+            self.score(self.empty())
 
     def held(self) -> dict[str, Any]:
         """What a step holds besides the weights, as shapes with placements: the moments and the sums over micro-batches."""

@@ -256,18 +256,23 @@ class Parts(Learning):
     sandbox: Sandbox
     hosts: Hosts = ALONE
 
-    def compile(self) -> None:
-        """Compiles the engines' and the learner's programs, side by side where they may; the engines hold its weights then."""
+    def compile(self, *, scores: bool = False) -> None:
+        """Compiles all programs, the engines' and the learner's side by side where they may. The engines hold its weights then.
+
+        scores: the policy's log-probs are taken anew in every step.
+        """
         self.engines.publish(self.learner.params, version=0)
         if self.selves:
             self.selves.begin()
         with ThreadPoolExecutor(1, "compile-engines") as beside:
             engines = beside.submit(self._warm_engines)
-            if any(engine.devices > 1 for engine in self.engines.engines):
-                engines.result()  # no two threads may send programs with collectives to the same devices
-            self.learner.warm_up()
+            # No two threads may send collectives to the same devices, nor load a program of a GPU while another is captured.
+            if self.learner.mesh.platform == "gpu" or any(engine.devices > 1 for engine in self.engines.engines):
+                engines.result()
+            kl = self.algorithm.kl_in_loss or self.algorithm.kl_in_reward
+            self.learner.warm_up(scores=scores or kl)
             if self.critic:
-                self.critic.warm_up()
+                self.critic.warm_up(scores=True)
             engines.result()
         give_back_freed_memory()
 
@@ -291,9 +296,7 @@ class Parts(Learning):
 def build(config: ConfigDict, log: Path | None = None, *, with_critic: bool = True) -> Parts:
     """Builds every part; what needs something outside (task file, checkpoint, sandbox) comes before what compiles.
 
-    Args:
-        log: where the embedded sandbox server writes what it has to say.
-        with_critic: for algorithms that have one; evaluation and most fine-tuning need none.
+    log: where the embedded sandbox server writes; with_critic: for algorithms that have one, evaluation needs none.
     """
     world = envs.find(config.env.name)(**config.env.options)
     if config.warmup.steps and not hasattr(world, "demonstrate"):

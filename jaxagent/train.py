@@ -360,7 +360,7 @@ def resume(run: Run) -> None:
         learner, warmup = run.parts.learner, run.config.warmup.steps
         for part in filter(None, (learner, run.parts.critic)):
             part.begin(supervised.warmup_optimizer(**run.config.warmup_optimizer), max(warmup, 1))
-        run.parts.compile()
+        run.parts.compile(scores=run.config.train.old_logprob == "trainer")
     run.progress.say(f"compiled in {run.clock.parts['compile']:.1f} s")
     latest = run.checkpoints.latest()
     if latest is not None:

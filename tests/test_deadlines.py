@@ -245,7 +245,9 @@ def test_whatever_is_waited_for_may_fail_in_any_way_and_all_else_goes_on(tmp_pat
     assert set(UNTRIED) <= reached
 
 
-@pytest.mark.parametrize("awaited", ["_Origin.leave: _close(self._env.close)", "Rollouts._attempt: _close(hold.opened.pop().close)"])
+@pytest.mark.parametrize(
+    "awaited", ["_Origin.leave: _close(self._env.close)", "Rollouts._attempt: _close(hold.opened.pop().close)"]
+)
 def test_a_world_that_hangs_as_it_closes_is_left_though_its_episode_was_over_at_once(
     awaited: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

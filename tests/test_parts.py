@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -20,7 +22,7 @@ from jaxagent.agent import Agent, Limits
 from jaxagent.config import load
 from jaxagent.envs.chain import Chain
 from jaxagent.models.transformer import Decoder, logical_axes
-from jaxagent.parts import Sandbox, build, puts_together, spread_weights
+from jaxagent.parts import Parts, Sandbox, build, puts_together, spread_weights
 from jaxagent.rollout import RolloutOptions, Rollouts
 from sandbox_client import EmbeddedServer
 
@@ -157,3 +159,34 @@ def test_weights_that_a_mesh_cuts_for_storage_are_cast_before_they_travel_to_the
         assert jax.tree.all(jax.tree.map(lambda new, w: bool((new == w.astype(jnp.bfloat16)).all()), own, params))
         assert {leaf.dtype.name for leaf in jax.tree.leaves(own)} == {"bfloat16"}
     assert puts_together(mesh, 1) and not puts_together(tiny.mesh(data=2), 1) and puts_together(tiny.mesh(tensor=2), 2)
+
+
+@pytest.mark.parametrize(("platform", "devices", "together"), [("cpu", 1, True), ("gpu", 1, False), ("cpu", 2, False)])
+def test_engines_and_learner_run_their_first_programs_together_only_where_they_may(
+    platform: str, devices: int, together: bool
+) -> None:
+    done, taught = threading.Event(), threading.Event()
+
+    class Engines:
+        engines = (SimpleNamespace(devices=devices),)
+
+        def publish(self, params: Any, version: int) -> None: ...
+
+        def warm_up(self) -> None:
+            assert taught.wait(60 if together else 0.2) == together
+            done.set()
+
+    class Teaching:
+        mesh, params, scores = SimpleNamespace(platform=platform), None, False
+
+        def warm_up(self, *, scores: bool) -> None:
+            assert taught.is_set() or done.is_set() == (not together)
+            self.scores = scores
+            taught.set()
+
+    for critic, scores, kl in ((None, False, False), (Teaching(), False, False), (None, True, False), (None, False, True)):
+        done.clear(), taught.clear()
+        learner, algorithm = Teaching(), SimpleNamespace(kl_in_loss=kl, kl_in_reward=False)
+        parts: Any = Parts(None, None, None, algorithm, learner, critic, None, Engines(), None, None)  # type: ignore[arg-type]
+        parts.compile(scores=scores)
+        assert learner.scores == (scores or kl) and (critic is None or critic.scores)
