@@ -19,6 +19,7 @@ from jaxagent.compiled import Collective
 from jaxagent.engine.cache import cache_of
 from jaxagent.engine.controls import ControlSizes, new_controls
 from jaxagent.engine.engine import EngineOptions, used_lengths
+from jaxagent.engine.publish import takes_experts_output_first
 from jaxagent.engine.steps import make_steps, new_rows
 from jaxagent.models.attention_choice import paged_attention
 from jaxagent.models.transformer import Decoder, DecoderConfig, Params, logical_axes
@@ -194,7 +195,7 @@ class EngineShapes:
         self.given = jax.tree.map(self._shape, trained, axes)
         layers = {name: a[1:] for name, a in axes["blocks"].items()}
         weights = self.steps.publish.shapes(trained)
-        each = {name: self._flattened(layers.get(name, ()), len(w.shape)) for name, w in weights["blocks"][0].items()}
+        each = {name: self._laid(name, layers.get(name, ()), len(w.shape)) for name, w in weights["blocks"][0].items()}
         named = {**{name: axes[name] for name in weights}, "blocks": (each,) * config.layers}
         self.weights = jax.tree.map(self._shape, weights, named)
         o = options
@@ -210,8 +211,10 @@ class EngineShapes:
         singles = [size_bytes(w) for name, w in self.given.items() if name != "blocks"]
         return max(size_bytes(self.given["blocks"]) // self.config.layers, *singles)
 
-    def _flattened(self, axes: tuple[str | None, ...], rank: int) -> tuple[str | None, ...]:
-        """The names of a linear map's dimensions where it has become a matrix [heads, width]."""
+    def _laid(self, name: str, axes: tuple[str | None, ...], rank: int) -> tuple[str | None, ...]:
+        """The names of a weight's dimensions in the sampler's copy."""
+        if name in ("gate", "up") and takes_experts_output_first(self.config, self.mesh):
+            return axes[0], axes[2], axes[1]
         if len(axes) == rank or self.mesh.platform != "tpu":
             return axes
         # Too few key heads to be cut are too few as rows of a matrix, whose number does not show it.

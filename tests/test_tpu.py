@@ -196,3 +196,12 @@ def test_over_pages_a_call_moves_little_more_than_it_must_and_copies_no_cache(
         gathered = [one for one in collectives(text) if one.kind == "all-gather"]
         assert all(one.size_bytes < cache / 100 for one in gathered), name
         assert ("tpu_custom_call" in text) == (name != "fork")
+
+
+def test_decoding_copies_no_experts_though_a_chips_part_of_them_fills_no_register(mesh: Callable[..., DeviceMesh]) -> None:
+    sizes = SIZES | {"width": 1024, "layers": 2, "ffn_width": 4 * 192}
+    config = tiny.config(**sizes, experts=64, experts_per_token=2)
+    options = EngineOptions(slots=8, slot_tokens=256, decode_tokens=4, append_tokens=(128,), pages=17, dtype="bfloat16")
+    engine = EngineShapes(config, options, next(mesh(tensor=4).replicas()), shapes(config))
+    memory = engine.lower_one("decode").compile().memory_analysis()
+    assert memory.temp_size_in_bytes < size_bytes(engine.weights["blocks"][0]["gate"])

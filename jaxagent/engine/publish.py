@@ -14,16 +14,26 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from jaxagent.models.adapters import merged
-from jaxagent.models.transformer import DecoderConfig, Params, heads_first, joined, output_first
+from jaxagent.models.transformer import DecoderConfig, Params, experts_output_first, heads_first, joined, output_first
 from jaxagent.sharding import DeviceMesh, layer_of, layers_of
 
 # A TPU would bring a small stack into fast memory whole before a program that takes one layer of it.
 COMPILE: dict[str, dict[str, bool | int | str]] = {"tpu": {"xla_max_cross_program_prefetches": 0}}
+LANES = 128  # of a TPU's registers
 
 
 def takes_output_first(config: DecoderConfig, mesh: DeviceMesh) -> bool:
     """Whether the sampler's copy holds linear maps as [out, in]: on a CPU, and not of experts, whose products are others."""
     return mesh.platform == "cpu" and not config.experts
+
+
+def takes_experts_output_first(config: DecoderConfig, mesh: DeviceMesh) -> bool:
+    """Whether the sampler's copy holds gate and up of experts as [E, F, D].
+
+    On TPUs whose part of F ends within the lanes of a register: the loop over tokens would bring all experts into that order, a
+    copy of them, padded.
+    """
+    return mesh.platform == "tpu" and bool(config.experts) and bool(config.ffn_width // mesh.size["tensor"] % LANES)
 
 
 def takes_joined(mesh: DeviceMesh) -> bool:
@@ -39,7 +49,9 @@ class Publish:
 
     def __init__(self, config: DecoderConfig, dtype: jnp.dtype, mesh: DeviceMesh):
         form: Callable[[Params], Params] = lambda layer: layer  # noqa: E731
-        if mesh.platform == "tpu":
+        if takes_experts_output_first(config, mesh):
+            form = lambda layer: heads_first(experts_output_first(layer))  # noqa: E731
+        elif mesh.platform == "tpu":
             form = heads_first
         elif takes_joined(mesh):
             form = joined

@@ -34,7 +34,7 @@ from jaxagent.engine.cache import (
     write_slot,
 )
 from jaxagent.engine.controls import Grammars, Rows, effective_temperature, follow, settle
-from jaxagent.engine.publish import Publish, takes_joined, takes_output_first
+from jaxagent.engine.publish import Publish, takes_experts_output_first, takes_joined, takes_output_first
 from jaxagent.engine.sampling import likeliest, sample, uniforms
 from jaxagent.models.adapters import unadapted
 from jaxagent.models.attention import Attend
@@ -164,6 +164,7 @@ def forward_fn(config: DecoderConfig, mesh: DeviceMesh, record_routing: bool) ->
     """The decoder up to its last hidden state: (params, cache, token_BT, pos_BT, attend) -> (x, cache, experts or None)."""
     blocks = nnx.eval_shape(lambda: Decoder(unadapted(config), nnx.Rngs(0)).blocks)
     blocks.output_first, blocks.heads_first = takes_output_first(config, mesh), mesh.platform == "tpu"
+    blocks.experts_output_first = takes_experts_output_first(config, mesh)
     if takes_joined(mesh):
         join(blocks)
     block_graph = nnx.split(blocks)[0]

@@ -49,7 +49,7 @@ class MixtureSpec:
 
 
 class ExpertWeights(NamedTuple):
-    """The weights of one mixture."""
+    """The weights of one mixture. An engine's copy may hold gate and up as [E, F, D] (`mix_experts`, output_first)."""
 
     router_DE: Float[Array, "D E"]
     gate_EDF: Float[Array, "E D F"]
@@ -78,6 +78,7 @@ def mix_experts(
     valid_BT: Bool[Array, "B T"] | None = None,
     replay_BTk: Int[Array, "B T k"] | None = None,
     dense: bool | None = None,
+    output_first: bool = False,
 ) -> tuple[Float[Array, "B T D"], Routing]:
     """sum_e g_e(x) down_e(silu(x gate_e) * (x up_e)) over the k experts of largest g = softmax(x router).
 
@@ -104,6 +105,7 @@ def mix_experts(
         valid_BT: false at padding, which no expert computes, whose output is zero, and which no sum counts.
         replay_BTk: the experts of each token, distinct, from 0 to E - 1; a token with a negative one chooses itself.
         dense: None takes dense for at most DENSE_TOKENS tokens on an accelerator, and on CPU if E <= 2 k besides.
+        output_first: gate and up are [E, F, D].
     """
     if valid_BT is None:
         valid_BT = jnp.ones(x_BTD.shape[:2], bool)
@@ -111,14 +113,15 @@ def mix_experts(
         x_BTD = jnp.where(valid_BT[..., None], x_BTD, 0)  # whatever padding holds, it reaches no sum and no gradient
     if replay_BTk is None:
         replay_BTk = jnp.full((*x_BTD.shape[:2], spec.per_token), -1, jnp.int32)
-    platform = mesh.platform if mesh else jax.default_backend()
+    form = _Form(spec, dense, mesh.platform if mesh else jax.default_backend(), output_first)
     if mesh is None or mesh.mesh.size == 1:
-        return _mix_local(x_BTD, weights, valid_BT, replay_BTk, spec=spec, dense=dense, platform=platform)
+        return _mix_local(x_BTD, weights, valid_BT, replay_BTk, form)
     rows: Any = mesh.spec(ROWS)
     uncut: Any = PartitionSpec()
-    placed: dict[str, Any] = {name: mesh.spec(axes) for name, axes in AXES_OF.items()}
+    turned = {name: (AXES_OF[name][0], *AXES_OF[name][:0:-1]) for name in ("gate_EDF", "up_EDF") if output_first}
+    placed: dict[str, Any] = {name: mesh.spec(axes) for name, axes in (AXES_OF | turned).items()}
     run = jax.shard_map(
-        partial(_mix_shard, spec=spec, dense=dense, platform=platform),
+        partial(_mix_shard, form=form),
         mesh=mesh.mesh,
         in_specs=(rows, ExpertWeights(**placed), mesh.spec(ROWS[:2]), rows),
         out_specs=(rows, Routing(rows, dict.fromkeys(STATS, uncut))),
@@ -126,36 +129,28 @@ def mix_experts(
     return run(x_BTD, weights, valid_BT, replay_BTk)
 
 
-def _mix_local(
-    x_BTD: Array,
-    weights: ExpertWeights,
-    valid_BT: Array,
-    replay_BTk: Array,
-    *,
-    spec: MixtureSpec,
-    dense: bool | None,
-    platform: str,
-) -> tuple[Array, Routing]:
+@dataclass(frozen=True)
+class _Form:
+    """How experts are run: what `mix_experts` was told."""
+
+    spec: MixtureSpec
+    dense: bool | None
+    platform: str
+    output_first: bool
+
+
+def _mix_local(x_BTD: Array, weights: ExpertWeights, valid_BT: Array, replay_BTk: Array, form: _Form) -> tuple[Array, Routing]:
     x_TD = x_BTD.reshape(-1, x_BTD.shape[-1])
-    gates_Tk, chosen_Tk, stats = route(x_TD, weights.router_DE, spec, valid_BT.reshape(-1), _flat(replay_BTk))
-    out_TD = _run_experts(x_TD, gates_Tk, chosen_Tk, weights, spec, dense, platform)
+    gates_Tk, chosen_Tk, stats = route(x_TD, weights.router_DE, form.spec, valid_BT.reshape(-1), _flat(replay_BTk))
+    out_TD = _run_experts(x_TD, gates_Tk, chosen_Tk, weights, form)
     return out_TD.astype(x_BTD.dtype).reshape(x_BTD.shape), Routing(chosen_Tk.reshape(replay_BTk.shape), stats)
 
 
-def _mix_shard(
-    x_BTD: Array,
-    weights: ExpertWeights,
-    valid_BT: Array,
-    replay_BTk: Array,
-    *,
-    spec: MixtureSpec,
-    dense: bool | None,
-    platform: str,
-) -> tuple[Array, Routing]:
+def _mix_shard(x_BTD: Array, weights: ExpertWeights, valid_BT: Array, replay_BTk: Array, form: _Form) -> tuple[Array, Routing]:
     """What one device of a mesh does, with its own part of everything."""
     x_TD = x_BTD.reshape(-1, x_BTD.shape[-1])
     router_DE = jax.lax.all_gather(weights.router_DE, ("fsdp", "expert", "context"), tiled=True)
-    gates_Tk, chosen_Tk, stats = route(x_TD, router_DE, spec, valid_BT.reshape(-1), _flat(replay_BTk))
+    gates_Tk, chosen_Tk, stats = route(x_TD, router_DE, form.spec, valid_BT.reshape(-1), _flat(replay_BTk))
     stats = jax.lax.psum(stats, ("data", "fsdp", "expert", "context"))
 
     def everyone(x: Array) -> Array:
@@ -165,10 +160,12 @@ def _mix_shard(
         w = jax.lax.all_gather(w.astype(x_TD.dtype), ("fsdp", "context"), axis=axis, tiled=True)
         return _vary(w, AXES)
 
-    here = ExpertWeights(router_DE, whole(weights.gate_EDF, 1), whole(weights.up_EDF, 1), whole(weights.down_EFD, 2))
+    of_input = 2 if form.output_first else 1
+    gate, up = (whole(w, of_input) for w in (weights.gate_EDF, weights.up_EDF))
+    here = ExpertWeights(router_DE, gate, up, whole(weights.down_EFD, 2))
     first = jax.lax.axis_index("expert") * here.gate_EDF.shape[0]
     # Experts of other shards become numbers out of range, which `_run_experts` skips.
-    out_TD = _run_experts(everyone(x_TD), everyone(gates_Tk), everyone(chosen_Tk) - first, here, spec, dense, platform)
+    out_TD = _run_experts(everyone(x_TD), everyone(gates_Tk), everyone(chosen_Tk) - first, here, form)
     out_TD = jax.lax.psum(jax.lax.psum_scatter(out_TD, "expert", tiled=True), "tensor")
     return out_TD.astype(x_BTD.dtype).reshape(x_BTD.shape), Routing(chosen_Tk.reshape(replay_BTk.shape), stats)
 
@@ -263,41 +260,36 @@ def balance(stats: Mapping[str, Any]) -> dict[str, float]:
 # --- the experts
 
 
-def _run_experts(
-    x_TD: Array,
-    gates_Tk: Array,
-    chosen_Tk: Array,
-    weights: ExpertWeights,
-    spec: MixtureSpec,
-    dense: bool | None,
-    platform: str,
-) -> Float[Array, "T D"]:
+def _run_experts(x_TD: Array, gates_Tk: Array, chosen_Tk: Array, weights: ExpertWeights, form: _Form) -> Float[Array, "T D"]:
     """The weighted sum of the experts that are here, in float32; a number out of their range belongs to nobody here."""
+    dense = form.dense
     if dense is None:
-        waits = platform != "cpu" or spec.experts <= 2 * spec.per_token
+        waits = form.platform != "cpu" or form.spec.experts <= 2 * form.spec.per_token
         dense = waits and x_TD.shape[0] <= DENSE_TOKENS
     gate, up, down = (w.astype(x_TD.dtype) for w in weights[1:])
     if dense:
-        return _run_dense(x_TD, gates_Tk, chosen_Tk, gate, up, down)
+        return _run_dense(x_TD, gates_Tk, chosen_Tk, gate, up, down, "TD,FD->TF" if form.output_first else "TD,DF->TF")
+    if form.output_first:
+        gate, up = gate.swapaxes(1, 2), up.swapaxes(1, 2)
     experts = gate.shape[0]
     owner_M = jnp.where((chosen_Tk >= 0) & (chosen_Tk < experts), chosen_Tk, experts).reshape(-1)
     order_M = jnp.argsort(owner_M, stable=True)
     place_Tk = jnp.argsort(order_M).reshape(chosen_Tk.shape)
     sizes_E = jnp.sum(owner_M[:, None] == jnp.arange(experts), axis=0, dtype=jnp.int32)
     pairs_MD = _sort_pairs(x_TD, order_M, place_Tk)
-    grouped = partial(grouped_dot, sizes_E=sizes_E, native=platform == "tpu")
+    grouped = partial(grouped_dot, sizes_E=sizes_E, native=form.platform == "tpu")
     hidden_MF = jax.nn.silu(grouped(pairs_MD, gate)) * grouped(pairs_MD, up)
     out_TkD = _unsort_pairs(grouped(hidden_MF, down), order_M, place_Tk)
     return jnp.sum(out_TkD.astype(jnp.float32) * gates_Tk[..., None], axis=1)
 
 
-def _run_dense(x_TD: Array, gates_Tk: Array, chosen_Tk: Array, gate: Array, up: Array, down: Array) -> Array:
+def _run_dense(x_TD: Array, gates_Tk: Array, chosen_Tk: Array, gate: Array, up: Array, down: Array, into: str) -> Array:
     """All experts for all tokens, in the order of their numbers; a token that did not choose one adds an exact zero."""
 
     def add_expert(total_TD: Array, expert: tuple[Array, ...]) -> tuple[Array, None]:
         number, gate, up, down = expert
         share_T = jnp.sum(jnp.where(chosen_Tk == number, gates_Tk, 0), axis=1)
-        hidden = jax.nn.silu(dot("TD,DF->TF", x_TD, gate)) * dot("TD,DF->TF", x_TD, up)
+        hidden = jax.nn.silu(dot(into, x_TD, gate)) * dot(into, x_TD, up)
         return total_TD + share_T[:, None] * dot("TF,FD->TD", hidden.astype(x_TD.dtype), down), None
 
     start = _vary(jnp.zeros(x_TD.shape, jnp.float32), _varies(x_TD))

@@ -26,7 +26,7 @@ from jaxagent.models.rope import PLAIN, RopeScaling, Rotation, rotary, rotate
 from jaxagent.sharding import DeviceMesh
 
 Params = dict[str, Any]
-Mix = Callable[[Array, ExpertWeights], tuple[Array, Routing]]
+Mix = Callable[..., tuple[Array, Routing]]  # of states and an ExpertWeights
 
 
 def _all_but_gathered(primitive: Any, *_: Any, **__: Any) -> bool:
@@ -137,7 +137,7 @@ class Block(nnx.Module):
         c = config
         self.config = config
         # The engine's copy may hold linear maps as these functions lay them.
-        self.output_first = self.heads_first = self.joined = False
+        self.output_first = self.heads_first = self.experts_output_first = self.joined = False
         ax = ("layers",) * len(stack)
         shrink = (2 * c.layers) ** -0.5  # keeps the residual stream's variance bounded at any depth
         into, out_of, norm = c.width**-0.5, (c.heads * c.head_width) ** -0.5 * shrink, 1.0 - c.plus_one_norms
@@ -250,7 +250,8 @@ class Block(nnx.Module):
     def _feed_forward(self, h: Array, mix: Mix | None) -> tuple[Array, Routing | None]:
         if self.config.experts:
             weights = ExpertWeights(self.router[...], self.gate[...], self.up[...], self.down[...])
-            return (mix or partial(mix_experts, spec=self.config.mixture, mesh=None))(h, weights)
+            mix = mix or partial(mix_experts, spec=self.config.mixture, mesh=None)
+            return mix(h, weights, output_first=self.experts_output_first)
         if self.joined:
             gate, up = jnp.split(project("BTI,IO->BTO", h, self.gate_up[...]), 2, axis=-1)
         else:
@@ -377,6 +378,11 @@ def heads_first(layer: Params) -> Params:
     """A layer's maps of attention as matrices [heads, width], into which a TPU's loop over tokens would copy them."""
     q, k, v = (layer[name].reshape(layer[name].shape[0], -1).T for name in "qkv")
     return {**layer, "q": q, "k": k, "v": v, "o": layer["o"].reshape(-1, layer["o"].shape[-1])}
+
+
+def experts_output_first(layer: Params) -> Params:
+    """Gate and up of a layer's experts as [E, F, D]."""
+    return {**layer, **{name: layer[name].swapaxes(1, 2) for name in ("gate", "up")}}
 
 
 def joined(layer: Params) -> Params:

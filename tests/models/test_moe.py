@@ -306,6 +306,15 @@ def test_every_mesh_gives_the_results_and_gradients_of_one_device(sizes: dict[st
     assert_no_shard_sees_other_experts(compiled.as_text(), mesh)
 
 
+@pytest.mark.parametrize(("sizes", "dense"), [(MESHES[1], True), (MESHES[3], False)], ids=str)
+def test_every_mesh_gives_them_too_where_gate_and_up_are_laid_by_their_outputs(sizes: dict[str, int], dense: bool) -> None:
+    mesh, (x, w, how) = DeviceMesh.build(**sizes), mesh_case()
+    turned = w._replace(gate_EDF=w.gate_EDF.swapaxes(1, 2), up_EDF=w.up_EDF.swapaxes(1, 2))
+    step = jax.jit(partial(objective, mesh=mesh, **how, dense=dense, output_first=True))
+    (_, wanted), (_, found) = objective(x, w, **how, dense=dense), step(jax.device_put(x, mesh.sharding(ROWS)), turned)
+    assert_near(found[0], wanted[0], 2e-6)
+
+
 def assert_no_shard_sees_other_experts(text: str, mesh: DeviceMesh) -> None:
     """Of the weights, only the shard's own experts are gathered; none crosses the expert axis, nor does a gradient."""
     moved = re.findall(r"= \(?\w+\[([\d,]+)\]\S* (all-gather|all-to-all|collective-permute|all-reduce|reduce-scatter)\(", text)

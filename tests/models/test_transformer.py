@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -14,11 +15,13 @@ from flax import nnx
 from jaxagent.models.attention import packed
 from jaxagent.models.layers import rms_norm
 from jaxagent.models.lora import LoraSpec
+from jaxagent.models.moe import mix_experts
 from jaxagent.models.rope import RopeScaling
 from jaxagent.models.transformer import (
     Decoder,
     DecoderConfig,
     embed,
+    experts_output_first,
     head_logits,
     head_table,
     heads_first,
@@ -132,6 +135,25 @@ def test_linear_maps_laid_as_matrices_give_the_same() -> None:
     assert laid["k"].shape == (config.kv_heads * config.head_width, config.width)
     assert laid["o"].shape == (config.heads * config.head_width, config.width)
     np.testing.assert_allclose(jax.jit(run)(laid), want, atol=1e-5)
+
+
+def test_experts_laid_by_their_outputs_give_the_same() -> None:
+    config = tiny.config(experts=4, experts_per_token=2)
+    policy = tiny.policy(config)
+    attend = packed(jnp.ones((2, LENGTH), jnp.int32), config.attention)
+    layer = jax.tree.map(lambda w: w[1], params_of(policy)[1]["blocks"])
+    x, pos = jax.random.normal(jax.random.key(0), (2, LENGTH, config.width)), jnp.arange(LENGTH)[None]
+
+    def run(layer: Any, dense: bool) -> jax.Array:
+        mix = partial(mix_experts, spec=config.mixture, mesh=None, dense=dense)
+        return nnx.merge(nnx.split(policy.blocks)[0], layer)(x, config.rotations(pos), attend, None, False, mix)[0]
+
+    want = [run(layer, dense) for dense in (False, True)]
+    laid = experts_output_first(layer)
+    assert laid["gate"].shape == laid["up"].shape == (config.experts, config.ffn_width, config.width) == laid["down"].shape
+    policy.blocks.experts_output_first = True
+    for dense in (False, True):
+        np.testing.assert_allclose(run(laid, dense), want[dense], atol=1e-5)
 
 
 @pytest.mark.parametrize(
