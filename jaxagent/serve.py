@@ -183,6 +183,7 @@ class Server:
         if ask.stream:
             return await self._stream(dialect, request, session, ask, asked, shape)
         answers = await session.complete(ask)
+        session.answered(asked)
         self._keep(session, ask, answers, shape)
         return web.json_response(shape.whole(answers), headers=_notes(answers[0]))
 
@@ -205,6 +206,7 @@ class Server:
                 await _send(reply, shape.more(*first))
                 first = await news.get()
             answers = await work
+            session.answered(asked)
             self._keep(session, ask, answers, shape)
             await _send(reply, shape.end(answers))
         except (Refused, TimeoutError, RuntimeError, asyncio.CancelledError) as fault:
@@ -213,7 +215,7 @@ class Server:
             if reply is None or ended_from_outside(fault):
                 raise
             told = fault if isinstance(fault, Refused) else Refused(f"nothing more is sampled: {fault}", status=503)
-            asked.fault = "" if told is fault else f"{type(fault).__name__}: {fault}"
+            session.faulted(asked, fault)
             await _send(reply, [Event(dialect.error(told), "error")])
         finally:
             work.cancel()

@@ -1,4 +1,4 @@
-"""JAXAGENT_ALL_INSTALLED, under which `make clients` and `make vendors` run: what lacks a package has failed and not skipped."""
+"""JAXAGENT_ALL_INSTALLED, under which `make clients` and `make vendors` run: what lacks a package has failed."""
 
 from __future__ import annotations
 

@@ -95,8 +95,10 @@ def test_an_episode_that_the_door_broke_is_played_again_and_its_row_says_why() -
     assert (row.stop, row.attempts, row.reward) == (StopReason.ANSWERED, 2, 1.0)
 
 
-def test_a_request_that_is_asked_again_and_answered_was_no_fault_and_costs_one_call() -> None:
-    rows = play(world_of(swallowing("a", "a", "a", "b", "b")), broken(0, 1, 3), max_turns=2)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_that_is_asked_again_and_answered_was_no_fault_and_costs_one_call(stream: bool) -> None:
+    program = swallowing("a", "a", "a", "b", "b", stream=stream)
+    rows = play(world_of(program), broken(0, 1, 3, begun=3), max_turns=2)
     assert [(row.stop, row.reward) for row in rows] == [(StopReason.ANSWERED, 1.0)] * 2
 
 
@@ -122,18 +124,22 @@ def test_one_answer_makes_up_for_one_fault_and_a_client_that_leaves_for_none() -
         with contextlib.suppress(RuntimeError), session.asked("/v1/x", b"q"), session.asked("/v1/x", b"q"):
             raise RuntimeError("gone")
         assert [one.fault for one in session.faults] == ["RuntimeError: gone"] * 2
-        with session.asked("/v1/y", b"q"), session.asked("/v1/x", b"r"):
-            pass
+        for path, body in (("/v1/y", b"q"), ("/v1/x", b"r")):
+            with session.asked(path, body) as asked:
+                session.answered(asked)
         with contextlib.suppress(Refused), session.asked("/v1/x", b"q"):
             raise Refused("no")
         with contextlib.suppress(ConnectionResetError), session.asked("/v1/x", b"q"):
             raise ConnectionResetError("who asked is gone")
         assert len(session.faults) == 2
-        with session.asked("/v1/x", b"q"):
-            pass
+        with session.asked("/v1/x", b"q") as asked:
+            assert len(session.faults) == 2  # until it is answered
+            session.answered(asked)
         assert len(session.faults) == 1
-        with session.asked("/v1/x", b"q"), session.asked("/v1/x", b"q"):
-            assert len(session.faults) == 1  # until it is answered
+        with session.asked("/v1/x", b"q") as one, session.asked("/v1/x", b"q") as other:
+            session.answered(other)  # of a request that was asked only once
+            assert len(session.faults) == 1
+            session.answered(one)
         assert session.faults == []
         left = asyncio.create_task(hanging(session))
         await asyncio.sleep(0)
@@ -144,6 +150,9 @@ def test_one_answer_makes_up_for_one_fault_and_a_client_that_leaves_for_none() -
             async with asyncio.timeout(0.0):
                 await asyncio.Event().wait()
         assert [one.fault for one in session.faults] == ["TimeoutError: "]
+        with pytest.raises(KeyError), session.asked("/v1/x", b"q"):
+            raise KeyError("ours")
+        assert [one.fault for one in session.faults] == ["KeyError: 'ours'"]  # one in place of the other
 
     asyncio.run(whole())
 

@@ -99,11 +99,12 @@ class Rules:
 
 @dataclass(eq=False)
 class Asked:
-    """A request, word for word, and what became of it: `fault` is of ours, not of who asked."""
+    """A request, word for word. `earlier` is the same one, which a fault of ours had left without an answer."""
 
     words: bytes
-    fault: str = ""
+    earlier: Asked | None = None
     again: bool = False  # it is asked again just now
+    fault: str = ""
 
 
 @dataclass(frozen=True)
@@ -178,29 +179,32 @@ class Session:
 
     @contextlib.contextmanager
     def asked(self, path: str, body: bytes) -> Iterator[Asked]:
-        """Around the answer to a request. A fault of ours, raised or noted in `fault`, stands in `faults` until the same is
-        asked again and answered. A refusal is none, nor is a client that leaves.
-        """
-        one = Asked(hashlib.blake2b(path.encode() + b"\n" + body, digest_size=16).digest())
-        earlier = next((fault for fault in self.faults if fault.words == one.words and not fault.again), None)
+        """Around the answer to a request. A fault of ours stands in `faults` until the same is asked again and answered."""
+        words = hashlib.blake2b(path.encode() + b"\n" + body, digest_size=16).digest()
+        earlier = next((one for one in self.faults if one.words == words and not one.again), None)
+        asked = Asked(words, earlier)
         if earlier:
             earlier.again = True
-        answered = False
         try:
-            yield one
-            answered = True
+            yield asked
         except BaseException as fault:
-            if not isinstance(fault, Refused | ConnectionResetError) and not ended_from_outside(fault):
-                one.fault = f"{type(fault).__name__}: {fault}"
+            self.faulted(asked, fault)
             raise
         finally:
             if earlier:
                 earlier.again = False
-            if earlier and (answered or one.fault):
-                self.faults.remove(earlier)
-            if one.fault:
-                self.faults.append(one)
-            del self.faults[:-FAULTS]
+
+    def answered(self, asked: Asked) -> None:
+        """To be called before a client can know of it, as is `faulted`: its program may end at once."""
+        self.faults = [one for one in self.faults if one is not asked.earlier]
+
+    def faulted(self, asked: Asked, fault: BaseException) -> None:
+        """A refusal is no fault of ours, nor is a client that leaves."""
+        if isinstance(fault, Refused | ConnectionResetError) or ended_from_outside(fault):
+            return
+        self.answered(asked)  # one fault in place of the other
+        asked.fault = f"{type(fault).__name__}: {fault}"
+        self.faults = [*self.faults, asked][-FAULTS:]
 
     def close(self) -> None:
         """No call is answered any more; the sampler lets all rows go."""
