@@ -36,15 +36,16 @@ parity: $(VENV)/parity  ## compares logits, gradients and rendered chats with tr
 # A test that skips there because something is not installed has failed.
 OUTSIDE = JAXAGENT_ALL_INSTALLED=1
 clients: $(VENV)/clients/done $(VENV)/agents/done  ## the clients, loggers and agent frameworks that others make, against ours
-	$(OUTSIDE) $(VENV)/clients/bin/python -m pytest tests/test_serve_clients.py tests/test_endpoint_foreign.py tests/test_echoes.py $(ARGS)
-	$(OUTSIDE) $(VENV)/agents/bin/python -m pytest tests/test_programs_frameworks.py $(ARGS)
-	$(OUTSIDE) $(VENV)/agents/bin/python -m pytest -m learning tests/test_learning_frameworks.py $(ARGS)
+	$(OUTSIDE) $(VENV)/clients/bin/python -m pytest -rs tests/test_serve_clients.py tests/test_endpoint_foreign.py \
+		tests/test_echoes.py $(ARGS)
+	$(OUTSIDE) $(VENV)/agents/bin/python -m pytest -rs tests/test_programs_frameworks.py $(ARGS)
+	$(OUTSIDE) $(VENV)/agents/bin/python -m pytest -rs -m learning tests/test_learning_frameworks.py $(ARGS)
 
 vendors: $(VENV)/vendors/done $(VENV)/prime/done  ## the sandbox's adapters against the services' own clients and servers, where they run offline
-	$(OUTSIDE) $(VENV)/vendors/bin/python -m pytest tests/sandbox_client/test_vendor_clients.py \
+	$(OUTSIDE) $(VENV)/vendors/bin/python -m pytest -rs tests/sandbox_client/test_vendor_clients.py \
 		tests/sandbox_client/test_conformance.py tests/sandbox_client/test_backends.py tests/envs/test_openenv.py \
 		tests/toolbox/test_model_context.py tests/data/test_records.py -k "not prime_s_messages" $(ARGS)
-	$(OUTSIDE) $(VENV)/prime/bin/python -m pytest tests/sandbox_client/test_vendor_clients.py -k prime_s_messages $(ARGS)
+	$(OUTSIDE) $(VENV)/prime/bin/python -m pytest -rs tests/sandbox_client/test_vendor_clients.py -k prime_s_messages $(ARGS)
 
 # Installs every world that is wanting here and has the programs that it needs, Pythons 3.11 and 3.12 among them; the skips tell of
 # the others.

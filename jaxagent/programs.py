@@ -23,6 +23,10 @@ from jaxagent.types import Message, Sample, Sampling, StopReason, ToolRecord, Tr
 _EXHAUSTED = {"calls": StopReason.MAX_TURNS, "tokens": StopReason.MAX_TOKENS}
 
 
+class Unanswered(Exception):
+    """The door had no answer for a program, by no fault of the program or the policy."""
+
+
 class Programs:
     """Implements `agent.Player`. `limits` bound an episode's calls and the tokens of each of its rows."""
 
@@ -47,8 +51,10 @@ class Programs:
         first.waiting = "program"
         try:
             said = await episode.run(task, Door(self._url, token))
+            _want_answered(session)
             outcome = await episode.earned(task, said, record.said)
         except ProgramFailed:
+            _want_answered(session)
             # A program whose calls were refused may well fail, each client in its own way: that is the policy's budget.
             if not session.exhausted:
                 raise
@@ -72,6 +78,13 @@ class Programs:
                 server = Server(self.slots, "policy", ServeLimits(requests=1 << 16, deadline_s=86400.0), any_model=True)
                 self._url, self._server = await server.start(), server
         return self._server
+
+
+def _want_answered(session: Session) -> None:
+    """Raises Unanswered: a program may swallow what the door could not do, and its reward is not the policy's then."""
+    if session.faults:
+        faults = [asked.fault for asked in session.faults]
+        raise Unanswered(f"the door left {len(faults)} of the program's requests without an answer; the last: {faults[-1]}")
 
 
 class Record:

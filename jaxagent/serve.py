@@ -26,7 +26,7 @@ from aiohttp import web
 
 from jaxagent.door import anthropic_messages, chat_completions, responses
 from jaxagent.door.ask import Answer, Ask, Event, Refused
-from jaxagent.door.session import Rules, Session, Slots
+from jaxagent.door.session import Asked, Rules, Session, Slots, ended_from_outside
 from jaxagent.types import Message
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -104,7 +104,7 @@ class Server:
         except TimeoutError:
             found = Refused(f"no answer within {self.limits.deadline_s:g} s", status=504, code="timeout")
         except (RuntimeError, asyncio.CancelledError) as fault:
-            if _ended_from_outside(fault):
+            if ended_from_outside(fault):
                 raise
             found = Refused(f"nothing is sampled: {fault}", status=503, code="unavailable")
         return web.json_response(error(found), status=found.status)
@@ -161,25 +161,34 @@ class Server:
             raise Refused(text, status=429, code="rate_limit_exceeded")
         self._busy += 1
         try:
-            async with asyncio.timeout(self.limits.deadline_s):
-                try:
-                    raw = json.loads(await request.read())
-                except (ValueError, RecursionError):
-                    raise Refused("the body is not JSON") from None
-                ask = dialect.read(raw, session)
-                self._want_model(raw.get("model"))
-                name = secrets.token_hex(12)
-                shape = dialect.shape(ask, name, self.model if not self.any_model else str(raw.get("model")), self.slots.pieces)
-                if ask.stream:
-                    return await self._stream(dialect, request, session, ask, shape)
-                answers = await session.complete(ask)
-                self._keep(session, ask, answers, shape)
-                return web.json_response(shape.whole(answers), headers=_notes(answers[0]))
+            async with asyncio.timeout(self.limits.deadline_s) as limit:
+                body = await request.read()
+            with session.asked(request.path, body) as asked:
+                async with asyncio.timeout_at(limit.when()):
+                    return await self._answer_to(dialect, request, session, body, asked)
         finally:
             self._busy -= 1
 
+    async def _answer_to(
+        self, dialect: Dialect, request: web.Request, session: Session, body: bytes, asked: Asked
+    ) -> web.StreamResponse:
+        try:
+            raw = json.loads(body)
+        except (ValueError, RecursionError):
+            raise Refused("the body is not JSON") from None
+        ask = dialect.read(raw, session)
+        self._want_model(raw.get("model"))
+        name = secrets.token_hex(12)
+        shape = dialect.shape(ask, name, self.model if not self.any_model else str(raw.get("model")), self.slots.pieces)
+        if ask.stream:
+            return await self._stream(dialect, request, session, ask, asked, shape)
+        answers = await session.complete(ask)
+        session.answered(asked)
+        self._keep(session, ask, answers, shape)
+        return web.json_response(shape.whole(answers), headers=_notes(answers[0]))
+
     async def _stream(
-        self, dialect: Dialect, request: web.Request, session: Session, ask: Ask, shape: Any
+        self, dialect: Dialect, request: web.Request, session: Session, ask: Ask, asked: Asked, shape: Any
     ) -> web.StreamResponse:
         """Events as they become certain. A request that is refused is refused before any."""
         news: asyncio.Queue[tuple[int, str] | None] = asyncio.Queue()
@@ -197,14 +206,16 @@ class Server:
                 await _send(reply, shape.more(*first))
                 first = await news.get()
             answers = await work
+            session.answered(asked)
             self._keep(session, ask, answers, shape)
             await _send(reply, shape.end(answers))
         except (Refused, TimeoutError, RuntimeError, asyncio.CancelledError) as fault:
-            if _ended_from_outside(fault) and reply is not None and request.transport is not None:
+            if ended_from_outside(fault) and reply is not None and request.transport is not None:
                 request.transport.close()  # half a stream must not look like a whole one
-            if reply is None or _ended_from_outside(fault):
+            if reply is None or ended_from_outside(fault):
                 raise
             told = fault if isinstance(fault, Refused) else Refused(f"nothing more is sampled: {fault}", status=503)
+            session.faulted(asked, fault)
             await _send(reply, [Event(dialect.error(told), "error")])
         finally:
             work.cancel()
@@ -226,12 +237,6 @@ def _notes(answer: Answer) -> dict[str, str]:
     """What no dialect has a field for: that turns were encoded anew, and what was wrong with a turn that could not be read."""
     unread = {"X-Unread": quote(answer.message.error[:500])} if answer.message.error else {}
     return {"X-Retokenised": "true", **unread} if answer.retokenised else unread
-
-
-def _ended_from_outside(fault: BaseException) -> bool:
-    """Whether it is the request that is cancelled, and not the turn that it waited for."""
-    task = asyncio.current_task()
-    return isinstance(fault, asyncio.CancelledError) and task is not None and task.cancelling() > 0
 
 
 async def _send(reply: web.StreamResponse, events: Any) -> None:

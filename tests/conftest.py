@@ -34,11 +34,25 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.setdefault("XLA_FLAGS", "--xla_cpu_use_fusion_emitters=false")
 
 
+LACKING = ("is not installed", "could not import")
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
     """Where JAXAGENT_ALL_INSTALLED is set, as by `make clients`, a test that lacks a package has failed."""
     report = yield
-    if report.skipped and os.environ.get("JAXAGENT_ALL_INSTALLED") and "is not installed" in str(report.longrepr):
+    return failed_if_lacking(report)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector) -> Generator[None, Any, Any]:
+    """So has a file of tests."""
+    report = yield
+    return failed_if_lacking(report)
+
+
+def failed_if_lacking(report: Any) -> Any:
+    if report.skipped and os.environ.get("JAXAGENT_ALL_INSTALLED") and any(why in str(report.longrepr) for why in LACKING):
         report.outcome = "failed"
     return report
 

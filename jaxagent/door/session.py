@@ -8,12 +8,13 @@ is new is fed; any other begins a row of its own.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import itertools
 import json
 import secrets
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
@@ -23,6 +24,7 @@ from jaxagent.door.told import Visible, read_turn
 from jaxagent.types import Constraint, Json, Message, Sample, Sampler, SampleRequest, Sampling, ToolSpec, sampling_key
 
 REMEMBERED = 4_000_000  # tokens of sampled turns, and all before them, that are found again; then the oldest are forgotten
+FAULTS = 1000  # of a session that are remembered, the latest
 
 
 @dataclass(eq=False)
@@ -95,6 +97,16 @@ class Rules:
     blind: bool = False
 
 
+@dataclass(eq=False)
+class Asked:
+    """A request, word for word. `earlier` is the same one, which a fault of ours had left without an answer."""
+
+    words: bytes
+    earlier: Asked | None = None
+    again: bool = False  # it is asked again just now
+    fault: str = ""
+
+
 @dataclass(frozen=True)
 class Prompt:
     """The ids that a call goes on from, and the messages that they say, thoughts included."""
@@ -130,6 +142,7 @@ class Session:
         self.calls = 0
         self.responses: dict[str, tuple[Message, ...]] = {}  # dialogues by the id of an answer, for `previous_response_id`
         self.exhausted = ""  # the budget that a refused call would have exceeded: calls or tokens
+        self.faults: list[Asked] = []  # requests that a fault of ours has left without an answer
         self._rows: list[Row] = []
         self._numbers = itertools.count()
         self._said: dict[bytes, Said] = {}
@@ -155,10 +168,43 @@ class Session:
         tasks = [asyncio.ensure_future(self._sample(ask, prompt, sampling, i, group, hear)) for i in range(ask.n)]
         try:
             return list(await asyncio.gather(*tasks))
+        except BaseException as fault:
+            if not isinstance(fault, Refused) and not ended_from_outside(fault):
+                self.calls -= ask.n  # our own faults cost no call: it may be asked again
+            raise
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+    @contextlib.contextmanager
+    def asked(self, path: str, body: bytes) -> Iterator[Asked]:
+        """Around the answer to a request. A fault of ours stands in `faults` until the same is asked again and answered."""
+        words = hashlib.blake2b(path.encode() + b"\n" + body, digest_size=16).digest()
+        earlier = next((one for one in self.faults if one.words == words and not one.again), None)
+        asked = Asked(words, earlier)
+        if earlier:
+            earlier.again = True
+        try:
+            yield asked
+        except BaseException as fault:
+            self.faulted(asked, fault)
+            raise
+        finally:
+            if earlier:
+                earlier.again = False
+
+    def answered(self, asked: Asked) -> None:
+        """To be called before a client can know of it, as is `faulted`: its program may end at once."""
+        self.faults = [one for one in self.faults if one is not asked.earlier]
+
+    def faulted(self, asked: Asked, fault: BaseException) -> None:
+        """A refusal is no fault of ours, nor is a client that leaves."""
+        if isinstance(fault, Refused | ConnectionResetError) or ended_from_outside(fault):
+            return
+        self.answered(asked)  # one fault in place of the other
+        asked.fault = f"{type(fault).__name__}: {fault}"
+        self.faults = [*self.faults, asked][-FAULTS:]
 
     def close(self) -> None:
         """No call is answered any more; the sampler lets all rows go."""
@@ -310,6 +356,12 @@ class Session:
         self._remembered += len(tokens)
         while self._remembered > REMEMBERED and len(self._said) > 1:
             self._remembered -= len(self._said.pop(next(iter(self._said))).ids)
+
+
+def ended_from_outside(fault: BaseException) -> bool:
+    """Whether it is the request that is cancelled, and not the turn that it waited for."""
+    task = asyncio.current_task()
+    return isinstance(fault, asyncio.CancelledError) and task is not None and task.cancelling() > 0
 
 
 def _tell(visible: Visible, hear: Callable[[int, str], None], index: int, tokens: list[int]) -> None:
