@@ -100,7 +100,8 @@ def _fault_of_file(path: Path, error: Exception) -> str:
     home = path.resolve().parent
     frames = traceback.extract_tb(error.__traceback__)
     lines = [f"{f.filename}, line {f.lineno}: " for f in frames if Path(f.filename).resolve().parent == home]
-    return f"{lines[-1] if lines else f'{path}: '}{type(error).__name__}: {error}"
+    hint = "; an experiment stands beside configs/base.py" if isinstance(error, ImportError) and error.name == "base" else ""
+    return f"{lines[-1] if lines else f'{path}: '}{type(error).__name__}: {error}{hint}"
 
 
 def _override(config: ConfigDict, override: str) -> str:

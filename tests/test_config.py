@@ -81,6 +81,7 @@ def test_a_config_without_its_function_is_told(tmp_path: Path) -> None:
     [
         ("def get_config(arg='') return 3\n", r"mine\.py, line 1: SyntaxError: expected ':'"),
         ("\nimport no_such_package\n", r"mine\.py, line 2: ModuleNotFoundError: No module named 'no_such_package'"),
+        ("import base\n", r"mine\.py, line 1: .* 'base'; an experiment stands beside configs/base\.py"),
         ("def get_config(arg):\n    return c\n", r"mine\.py, line 2: NameError: name 'c' is not defined"),
         ("def get_config():\n    return 3\n", r"mine\.py: TypeError: get_config\(\) takes 0 positional arguments"),
         ("def get_config(arg):\n    return 3\n", r"mine\.py: get_config\(arg\) must return a ConfigDict, got int"),
@@ -274,7 +275,7 @@ def test_all_faults_of_all_sections_are_told_at_once() -> None:
         ("critic.warmup_steps=-1", "critic.warmup_steps must be at least 0, got -1"),
         ("env.options.flaky=1", r"env.options.flaky must be in [0, 1), got 1"),
         ("env.name=chian", "env.name must be a file of jaxagent/envs or a dotted module; got 'chian'; did you mean 'chain'?"),
-        ("env.name=no_such_package.world", "env.name must be a file of jaxagent/envs or a dotted module"),
+        ("env.name=no_such_package.world", "got 'no_such_package.world'; nothing of that name is installed or in a folder of"),
         ("env.name=env", "module jaxagent.envs.env has no `make_world`"),
         ("sampling.max_tokens=1024", "sampling.max_tokens=1024 (per turn) must be below agent.max_tokens=1024"),
     ],

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import os
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -148,7 +149,9 @@ def find(name: str) -> Callable[..., World]:
     except ModuleNotFoundError as error:
         if not f"{module}.".startswith(f"{error.name}."):  # something that the world itself imports
             raise
-        raise ValueError(f"env.name must be a file of jaxagent/envs or a dotted module; got {name!r}{_near(name)}") from None
+        hint = f"; nothing of that name is installed or in a folder of PYTHONPATH={os.environ.get('PYTHONPATH', '')}"
+        hint = hint if "." in name else _near(name)
+        raise ValueError(f"env.name must be a file of jaxagent/envs or a dotted module; got {name!r}{hint}") from None
     if not hasattr(found, "make_world"):
         raise ValueError(f"env.name={name!r}: module {module} has no `make_world`")
     return found.make_world
