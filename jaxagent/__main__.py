@@ -32,9 +32,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
+from jaxagent import __version__
+
 STORIES = ("train", "finetune")
 AGAIN = 75  # the exit code of what was told to end and goes on when it is started again, as `train.EXIT_AGAIN`
 CONFIGURED = (*STORIES, "plan")  # commands that take a config with overrides
+OVERRIDES = "a key of the config is changed by --config.KEY=VALUE; configs/base.py lists them"
 # What several processes that train together are told: flags, and the variables that say the same.
 PROCESSES = {"coordinator": "JAX_COORDINATOR_ADDRESS", "processes": "JAX_NUM_PROCESSES", "process": "JAX_PROCESS_ID"}
 # Each command's module is imported when it is called: --help must not wait for JAX.
@@ -60,15 +63,16 @@ _HOME = {
 def parser() -> argparse.ArgumentParser:
     formatter = argparse.RawDescriptionHelpFormatter
     whole = argparse.ArgumentParser("jaxagent", description=__doc__, formatter_class=formatter)
+    whole.add_argument("--version", action="version", version=f"jaxagent {__version__}")
     commands = whole.add_subparsers(dest="command", required=True, metavar="COMMAND")
     stories = {
         "train": "reinforcement learning, with a supervised warm-up",
         "finetune": "learning without a policy gradient: imitation, rejection sampling, preferences",
     }
     for name, said in stories.items():
-        story = commands.add_parser(name, help=said)
+        story = commands.add_parser(name, help=said, epilog=OVERRIDES)
         story.add_argument("--config", required=True, help="a file with get_config(arg), as FILE or FILE:ARG")
-        story.add_argument("--workdir", required=True)
+        story.add_argument("--workdir", required=True, help="folder of the run, made where it is not; a run in it goes on")
         if name == "train":
             for flag, variable in PROCESSES.items():
                 story.add_argument(f"--{flag}", help=f"of several that train together; or {variable}")
@@ -78,7 +82,9 @@ def parser() -> argparse.ArgumentParser:
     generate.add_argument("--prompt", required=True)
     generate.add_argument("--temperature", type=float, default=1.0)
     generate.add_argument("--max-tokens", type=count, default=256)
-    plan = commands.add_parser("plan", help="what would run, and whether it fits; with a topology, by the compiler's word")
+    plan = commands.add_parser(
+        "plan", help="what would run, and whether it fits; with a topology, by the compiler's word", epilog=OVERRIDES
+    )
     plan.add_argument("--config", required=True, help="as for train")
     plan.add_argument("--topology", default="", help="of chips that need not be here: v5e:4x4, v5p:4x4x4, v6e:16x16, H200:8")
     plan.add_argument(
@@ -101,8 +107,8 @@ def parser() -> argparse.ArgumentParser:
     replay.add_argument("--step", required=True, type=count, help="of training, from 1")
     replay.add_argument("--tolerance", type=float, default=1e-4, help="share by which a number may differ")
     export = commands.add_parser("export", help="writes a run's policy as a Hugging Face checkpoint directory")
-    export.add_argument("--workdir", required=True)
-    export.add_argument("--to", required=True)
+    export.add_argument("--workdir", required=True, help="a run; its last checkpoint is taken")
+    export.add_argument("--to", required=True, help="the directory to write")
     export.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
     export.add_argument("--adapter", action="store_true", help="the low-rank adapters alone, in PEFT's layout")
     _add_env(commands.add_parser("env", help="worlds: which there are, what they need, whether they keep the contract"))
@@ -124,6 +130,22 @@ def parser() -> argparse.ArgumentParser:
     retrieve.add_argument("--index", default="", help="folder of an index on disk, for large corpora; needs jaxagent[search]")
     retrieve.add_argument("--top", type=count, default=3, help="documents, where a request does not say how many")
     return whole
+
+
+def _options(arguments: Sequence[str]) -> dict[str, Any]:
+    """The flags of a command. Exits with 2 where they are wrong."""
+    known, unknown = parser().parse_known_args(arguments)
+    options = vars(known)
+    if unknown:
+        hint = f"; {OVERRIDES}" if options["command"] in CONFIGURED else ""
+        more = f"; see jaxagent {options['command']} --help"
+        sys.exit(_refuse(f"jaxagent {options['command']} does not know {' '.join(unknown)}{hint}{more}"))
+    return options
+
+
+def _refuse(why: str) -> int:
+    print(why, file=sys.stderr)
+    return 2
 
 
 def _add_env(env: argparse.ArgumentParser) -> None:
@@ -248,13 +270,14 @@ def run(argv: Sequence[str] | None = None) -> int:
     """Runs a command; returns its exit code. A fault of the user's is told in a sentence, without a traceback."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     overrides = [a.removeprefix("--config.") for a in arguments if a.startswith("--config.")]
-    options = vars(parser().parse_args([a for a in arguments if not a.startswith("--config.")]))
+    if bare := next((override for override in overrides if "=" not in override), None):
+        return _refuse(f"--config.{bare}: a value is wanted in the same word, as --config.{bare}=VALUE")
+    options = _options([a for a in arguments if not a.startswith("--config.")])
     command = options.pop("command")
     if command == "env":
         command = f"env {options.pop('action')}"
     if overrides and command not in CONFIGURED and not options.get("config"):
-        print(f"--config.KEY=VALUE belongs to jaxagent {', '.join(CONFIGURED)} and env check --config", file=sys.stderr)
-        return 2
+        return _refuse(f"--config.KEY=VALUE belongs to jaxagent {', '.join(CONFIGURED)} and env check --config")
     if command == "eval" and options["follow"]:
         command = "eval follow"
     try:
@@ -315,7 +338,13 @@ def _goes_on(command: str, workdir: str) -> str:
         return " before the first checkpoint; the same command begins anew, with the episodes and turns that the journal holds"
     if not saved:
         return " before anything was saved; the same command begins anew"
-    return f"; the same command goes on from the last checkpoint, step {max(saved)}"
+    try:
+        configs = importlib.import_module("jaxagent.config")
+        config = configs.read(Path(workdir, "config.json"))
+        place = f" ({configs.place_in(config, max(saved))})" if config.warmup.steps else ""
+    except (ValueError, AttributeError):  # no config is there, or one that cannot be read
+        place = ""
+    return f"; the same command goes on from the last checkpoint, step {max(saved)}{place}"
 
 
 def call(command: str, home: Any, overrides: Sequence[str], options: dict[str, Any]) -> int:

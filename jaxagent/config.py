@@ -11,6 +11,7 @@ import inspect
 import json
 import runpy
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -79,12 +80,28 @@ def _run(path: Path, arg: str) -> ConfigDict:
         found = runpy.run_path(str(path))
         if "get_config" not in found:
             raise ConfigError([f"{path} has no function get_config(arg)"])
-        return found["get_config"](arg).lock()
+        config = found["get_config"](arg)
+    except (SyntaxError, ImportError, LookupError, NameError, AttributeError, TypeError) as error:
+        raise ConfigError([_fault_of_file(path, error)]) from error
     finally:
         sys.path.remove(str(path.parent))
         for name in neighbours:
             sys.modules.pop(name, None)
         sys.modules.update(others)
+    if not isinstance(config, ConfigDict):
+        raise ConfigError([f"{path}: get_config(arg) must return a ConfigDict, got {type(config).__name__}"])
+    return config.lock()
+
+
+def _fault_of_file(path: Path, error: Exception) -> str:
+    """What went wrong in a config file, and in which line of it or of a neighbour."""
+    if isinstance(error, SyntaxError) and error.lineno:
+        return f"{error.filename}, line {error.lineno}: {type(error).__name__}: {error.msg}"
+    home = path.resolve().parent
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [f"{f.filename}, line {f.lineno}: " for f in frames if Path(f.filename).resolve().parent == home]
+    hint = "; an experiment stands beside configs/base.py" if isinstance(error, ImportError) and error.name == "base" else ""
+    return f"{lines[-1] if lines else f'{path}: '}{type(error).__name__}: {error}{hint}"
 
 
 def _override(config: ConfigDict, override: str) -> str:
@@ -117,6 +134,12 @@ def world_of(spec: str, overrides: Sequence[str] = ()) -> tuple[str, dict[str, A
     if faults:
         raise ConfigError(faults)
     return config.env.name, dict(config.env.options)
+
+
+def place_in(config: ConfigDict, step: int) -> str:
+    """A step as the line of progress says it, which begins anew after the warm-up."""
+    warmup, steps = config.warmup.steps, config.train.steps
+    return f"warm-up {step}/{warmup}" if step <= warmup else f"step {step - warmup}/{steps}"
 
 
 def parse(text: str, old: Any) -> Any:

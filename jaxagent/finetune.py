@@ -83,16 +83,17 @@ def main(config: ConfigDict, workdir: str | Path, progress: Progress | None = No
     use_devices(config)
     given = read(config) if config.finetune.path else None
     watchdog = train.watchdog_of(workdir, ALONE)
-    with watchdog.within("start"):
-        parts = build(config, workdir / "sandbox.log", with_critic=config.finetune.mode == "rest_mcts")
-    configs.save(config, workdir / "config.json")
-    try:
-        chapters = tell, train.resume, train.warm_up, partial(tune, given=given), train.finish
-        return train.story(Run(config, workdir, parts, progress, watchdog), *chapters)
-    finally:
-        with train.deaf(signal.SIGTERM), watchdog.within("close"):
-            progress.stop()
-            parts.close()
+    with train.owned(workdir, ALONE):
+        with watchdog.within("start"):
+            parts = build(config, workdir / "sandbox.log", with_critic=config.finetune.mode == "rest_mcts")
+        configs.save(config, workdir / "config.json")
+        try:
+            chapters = tell, train.resume, train.warm_up, partial(tune, given=given), train.finish
+            return train.story(Run(config, workdir, parts, progress, watchdog), *chapters)
+        finally:
+            with train.deaf(signal.SIGTERM), watchdog.within("close"):
+                progress.stop()
+                parts.close()
 
 
 def tell(run: Run) -> None:

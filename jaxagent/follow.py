@@ -11,7 +11,6 @@ the episodes that it had.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
@@ -26,6 +25,7 @@ import jax
 from ml_collections import ConfigDict
 
 from jaxagent.evaluate import Asked, HeldOut, folder_of, held_out, kept, place_of, settings_of
+from jaxagent.lock import alone
 from jaxagent.metrics import EVALUATIONS, eval_metrics, read, want_alike
 from jaxagent.models.frozen import digest
 from jaxagent.parts import build, restore_weights, use_devices
@@ -33,6 +33,7 @@ from jaxagent.sharding import AXES, DeviceMesh
 
 POLL_S = 2.0  # how often it is looked for a new checkpoint
 RETRY_S = 60.0  # after an evaluation that the infrastructure broke
+FOLLOWED = "follows this run there already; wait for its end, or give this one --to=FOLDER"
 
 # The table of a step, whose checkpoint is held in a workdir of its own, and the share of episodes that the infrastructure lost.
 Score = Callable[[int, Path], tuple[dict[str, Any], float]]
@@ -147,22 +148,9 @@ def follow(asked: Asked) -> int:
             want_alike({"of the run itself": {"settings": own}, "that is asked for": {"settings": settings}})
         except ValueError as error:
             raise ValueError(f"{error}; or keep these apart with --to=FOLDER") from None
-    with _alone(home):
-        return _follow(config, workdir, home, sampling, settings)
-
-
-@contextmanager
-def _alone(home: Path) -> Iterator[None]:
-    """Raises ValueError where another process keeps evaluations there: each would delete what the other holds."""
     home.mkdir(parents=True, exist_ok=True)
-    with (home / "evaluations.lock").open("a") as lock:  # of its own: where locks are emulated, who closes a file ends them
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(
-                f"{home}: another process follows this run there already; wait for its end, or give this one --to=FOLDER"
-            ) from None
-        yield
+    with alone(home / "evaluations.lock", FOLLOWED):
+        return _follow(config, workdir, home, sampling, settings)
 
 
 def _follow(config: ConfigDict, workdir: Path, home: Path, sampling: HeldOut, settings: dict[str, Any]) -> int:

@@ -47,7 +47,7 @@ def export(workdir: str, to: str, dtype: str, adapter: bool = False) -> int:
     if adapter:
         graph = params_of(nnx.eval_shape(lambda: Decoder(decoder, nnx.Rngs(0))))[0]
         peft.save(nnx.merge(graph, params), to, base=base, dtype=dtype)
-        print(f"the adapters of step {step} of {workdir} are in {to}")
+        print(f"the adapters of step {step} ({configs.place_in(config, step)}) of {workdir} are in {to}")
         return 0
     graph = params_of(nnx.eval_shape(lambda: Decoder(unadapted(decoder), nnx.Rngs(0))))[0]
     hf.save(nnx.merge(graph, jax.jit(lambda w: merged(w, decoder))(params)), to, dtype=dtype, tokenizer=base or None)
@@ -55,7 +55,7 @@ def export(workdir: str, to: str, dtype: str, adapter: bool = False) -> int:
         for name, text in tokenizer_files().items():
             (Path(to) / name).write_text(text)
     _say_how_to_generate(Path(to) / "generation_config.json", template.stop, config.sampling.temperature)
-    print(f"step {step} of {workdir} is in {to}")
+    print(f"step {step} ({configs.place_in(config, step)}) of {workdir} is in {to}")
     return 0
 
 

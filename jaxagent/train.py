@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ from jaxagent.heap import give_back_freed_memory
 from jaxagent.hosts import ALONE, Hosts, here, join
 from jaxagent.journal import Journal
 from jaxagent.learner import OptimizerOptions
+from jaxagent.lock import alone
 from jaxagent.metrics import Clock, Mean, Metrics, eval_metrics, peak_bytes, read, want_alike
 from jaxagent.parts import Learning, Parts, build, faults, shaping_within, use_devices
 from jaxagent.process import Process, read_labels
@@ -147,8 +148,12 @@ class Run(Course):
     @property
     def place(self) -> str:
         """The step as the line of progress says it, which begins anew after the warm-up."""
-        warmup, steps = self.config.warmup.steps, self.config.train.steps
-        return f"warm-up {self.step}/{warmup}" if self.step <= warmup else f"step {self.step - warmup}/{steps}"
+        return configs.place_in(self.config, self.step)
+
+    @property
+    def told_step(self) -> str:
+        """The step as checkpoints are named, and where the line of progress says another number, that one too."""
+        return f"{self.step}" + f" ({self.place})" * bool(self.config.warmup.steps)
 
     def saved(self) -> None:
         """Waits until what was saved is on disk."""
@@ -157,7 +162,7 @@ class Run(Course):
 
     def told_saved(self) -> None:
         after = f" (saved {time.monotonic() - self._told_s:.1f} s after SIGTERM)" if self._told_s else ""  # another host's
-        self.progress.say(f"saved at step {self.step}; the same command resumes{after}")
+        self.progress.say(f"saved at step {self.told_step}; the same command resumes{after}")
 
     def record(self, name: str, table: dict[str, Any]) -> None:
         """Keeps an evaluation in eval.json, whole or not at all."""
@@ -232,7 +237,8 @@ def main(config: ConfigDict, workdir: str | Path, progress: Progress | None = No
     use_devices(config)
     hosts = here()
     progress, watchdog = progress or Progress(hosts.voice), watchdog_of(workdir, hosts)
-    with hosts.ending_together((*FAULTS, ValueError), overruns(workdir)), watchdog.within("start"):
+    known = (*FAULTS, ValueError)
+    with hosts.ending_together(known, overruns(workdir)), owned(workdir, hosts), watchdog.within("start"):
         hosts.check(workdir, config.to_json(sort_keys=True), jax.local_device_count())
         parts = build(config, workdir / hosts.own("sandbox.log"))
         if hosts.first:
@@ -340,7 +346,14 @@ def prepare(config: ConfigDict, workdir: Path) -> None:
         raise configs.ConfigError([f"{fault}; make room there, or get the right to write, or name another directory"]) from None
     saved = workdir / "config.json"
     if saved.exists() and (changed := configs.differences(config, saved)):
-        raise configs.ConfigError([f"{workdir} holds a run of another config: {change}" for change in changed])
+        other = f"{workdir} holds a run of another config; name another --workdir, or take back what differs (its -> yours)"
+        raise configs.ConfigError([other, *changed])
+
+
+def owned(workdir: Path, hosts: Hosts) -> AbstractContextManager[None]:
+    """Keeps other runs out of the workdir; of several hosts the first does, for all. Raises ValueError where one is there."""
+    wanted = "trains there already; wait for its end, or end it, or name another --workdir"
+    return alone(workdir / "run.lock", wanted) if hosts.first else nullcontext()
 
 
 def tell(run: Run) -> None:
@@ -372,7 +385,7 @@ def resume(run: Run) -> None:
         run.results, run.owed = facts["results"], facts.get("owed", {})
         if run.hosts.any(any(record["step"] == run.step for record in read(run.metrics.path))):
             run.owed = {}  # paid after it was saved; the checkpoint of a step is never written again
-        run.progress.say(f"resumed at step {run.step}" + ", whose evaluation is owed" * bool(run.owed))
+        run.progress.say(f"resumed at step {run.told_step}" + ", whose evaluation is owed" * bool(run.owed))
     recall(run)
     episodes, turns = run.journal.begin(run.feed.first)
     if episodes or turns:

@@ -19,7 +19,7 @@ STORIES = ("jaxagent.train", "jaxagent.finetune")
 
 # Every module of jaxagent, from the ground up: an import goes to a lower floor, or stays on its own without a circle.
 FLOORS = (
-    "types metrics timeline echoes alarms progress watchdog config sharding hosts compiled heap algos",
+    "types metrics timeline echoes alarms progress watchdog config lock sharding hosts compiled heap algos",
     "rewards tools toolbox chat data view notebook badcases live models checkpoint objective journal lengths",
     "credit selection envs hold stem engine learner critic door selves process",
     "agent",
@@ -58,6 +58,7 @@ HOST = {
     "timeline",
     "watchdog",
     "echoes",
+    "lock",
     "config",
 }
 KNOW_THE_CONFIG = {"config", "parts", "evaluate", "follow", "plan", "policy", "view", "train", "finetune", "replay", "__main__"}

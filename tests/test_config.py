@@ -76,6 +76,30 @@ def test_a_config_without_its_function_is_told(tmp_path: Path) -> None:
         load(str(tmp_path / "empty.py"))
 
 
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("def get_config(arg='') return 3\n", r"mine\.py, line 1: SyntaxError: expected ':'"),
+        ("\nimport no_such_package\n", r"mine\.py, line 2: ModuleNotFoundError: No module named 'no_such_package'"),
+        ("import base\n", r"mine\.py, line 1: .* 'base'; an experiment stands beside configs/base\.py"),
+        ("def get_config(arg):\n    return c\n", r"mine\.py, line 2: NameError: name 'c' is not defined"),
+        ("def get_config():\n    return 3\n", r"mine\.py: TypeError: get_config\(\) takes 0 positional arguments"),
+        ("def get_config(arg):\n    return 3\n", r"mine\.py: get_config\(arg\) must return a ConfigDict, got int"),
+    ],
+)
+def test_what_is_wrong_in_a_config_file_is_told_with_its_line(tmp_path: Path, text: str, fault: str) -> None:
+    (tmp_path / "mine.py").write_text(text)
+    with pytest.raises(ConfigError, match=fault):
+        load(str(tmp_path / "mine.py"))
+
+
+def test_a_fault_of_a_file_that_the_config_imports_is_told_with_its_own_line(tmp_path: Path) -> None:
+    (tmp_path / "shared.py").write_text("def base():\n    return {}['width']\n")
+    (tmp_path / "mine.py").write_text("from shared import base\n\n\ndef get_config(arg):\n    return base()\n")
+    with pytest.raises(ConfigError, match=r"shared\.py, line 2: KeyError: 'width'"):
+        load(str(tmp_path / "mine.py"))
+
+
 def experiment(folder: Path, *lines: str) -> str:
     """A config file beside a copy of base.py."""
     (folder / "base.py").write_text((CONFIGS / "base.py").read_text())
@@ -250,8 +274,8 @@ def test_all_faults_of_all_sections_are_told_at_once() -> None:
         ("critic.lr=0", "critic.lr must be positive, got 0.0"),
         ("critic.warmup_steps=-1", "critic.warmup_steps must be at least 0, got -1"),
         ("env.options.flaky=1", r"env.options.flaky must be in [0, 1), got 1"),
-        ("env.name=chian", "env.name must be a file of jaxagent/envs or a dotted module; got 'chian'"),
-        ("env.name=no_such_package.world", "env.name must be a file of jaxagent/envs or a dotted module"),
+        ("env.name=chian", "env.name must be a file of jaxagent/envs or a dotted module; got 'chian'; did you mean 'chain'?"),
+        ("env.name=no_such_package.world", "got 'no_such_package.world'; nothing of that name is installed or in a folder of"),
         ("env.name=env", "module jaxagent.envs.env has no `make_world`"),
         ("sampling.max_tokens=1024", "sampling.max_tokens=1024 (per turn) must be below agent.max_tokens=1024"),
     ],

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from jaxagent.__main__ import main
+
 ROOT = Path(__file__).parents[1]
 HEAVY = ("jax", "numpy", "flax", "transformers", "orbax", "ml_collections", "aiohttp")
 PINS = sorted(ROOT.glob("constraints-*.txt"))
@@ -25,6 +27,24 @@ def test_to_be_told_how_to_use_it_nothing_heavy_is_imported(words: list[str]) ->
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "loaded:"
     assert len(done.stdout.splitlines()) > 5 or not words
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--config.seed", "1"], "--config.seed: a value is wanted in the same word, as --config.seed=VALUE"),
+        (["--seed=1"], "jaxagent train does not know --seed=1; a key of the config is changed by --config.KEY=VALUE"),
+    ],
+)
+def test_a_flag_that_is_not_known_is_told_with_how_a_key_is_written(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        code = main(["train", "--config=configs/maze.py", "--workdir=nowhere", *words])
+    except SystemExit as end:
+        code = int(end.code or 0)
+    assert code == 2
+    assert capsys.readouterr().err.startswith(said)
 
 
 @pytest.mark.parametrize("words", [["env", "list"], ["--help"]])

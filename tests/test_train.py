@@ -31,6 +31,7 @@ from jaxagent.chat.plain import PlainTemplate, tokenizer_files
 from jaxagent.checkpoint import Checkpoints
 from jaxagent.data.store import Store, audit
 from jaxagent.envs.env import find
+from jaxagent.lock import alone
 from jaxagent.metrics import read
 from jaxagent.models import hf
 from jaxagent.models.transformer import Decoder, params_of
@@ -286,7 +287,7 @@ def test_sigterm_saves_and_the_same_command_goes_on_to_the_same_end(whole: Path,
         said = process.communicate(timeout=PATIENCE_S)[0].decode()
     assert process.returncode == 75, said
     step = len(read(workdir / "metrics.jsonl"))
-    assert f"saved at step {step}; the same command resumes" in said
+    assert f"saved at step {step} ({configs.place_in(configured(), step)}); the same command resumes" in said
     assert 7 <= step < 26
     assert f"resumed at step {step}" in run(configured(), workdir)
     assert_same_run(workdir, whole)
@@ -326,8 +327,23 @@ def test_a_sandbox_server_that_is_killed_is_started_again_and_changes_nothing(wh
 
 
 def test_another_config_on_the_same_workdir_is_refused_and_the_key_is_named(whole: Path) -> None:
-    with pytest.raises(ValueError, match=r"holds a run of another config: optimizer\.lr: 0\.001 -> 0\.5"):
+    with pytest.raises(
+        ValueError, match=r"holds a run of another config; name another --workdir.*\nconfig: optimizer\.lr: 0\.001 -> 0\.5"
+    ):
         train.main(configured("optimizer.lr=0.5"), whole, Progress(io.StringIO()))
+
+
+def test_a_second_run_in_a_workdir_is_refused_while_the_first_is_there(
+    whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    workdir = shutil.copytree(whole, tmp_path / "run")
+    before = (workdir / "metrics.jsonl").read_bytes()
+    with alone(workdir / "run.lock", ""):
+        arguments = [f"--config={SPEC}", f"--workdir={workdir}", *(f"--config.{override}" for override in TINY)]
+        assert command(["train", *arguments]) == 2
+    told = capsys.readouterr().err
+    assert f"{workdir}: process {os.getpid()} on " in told and "trains there already; wait for its end" in told
+    assert (workdir / "metrics.jsonl").read_bytes() == before
 
 
 def test_a_workdir_that_cannot_be_written_is_told(tmp_path: Path) -> None:

@@ -169,14 +169,14 @@ def test_sigterm_in_any_evaluation_saves_at_once_and_the_run_that_goes_on_makes_
     for split, after, step in (("test", 0, 2), ("valid", 0, 4), ("valid", 0, 4), ("test", 0, 6), ("test", 1, 6)):
         code, said = start(stopped, split, after)
         assert code == train.EXIT_AGAIN, said
-        took = re.search(rf"saved at step {step}; the same command resumes \(saved (.*) s after SIGTERM\)", said)
+        took = re.search(rf"saved at step {step} \(.*/.\); the same command resumes \(saved (.*) s after SIGTERM\)", said)
         assert took and float(took[1]) < DEADLINE_S, said
         assert len(read(stopped / "metrics.jsonl")) == step - (split == "valid")
     # What was killed after it told the evaluation, and before another step was saved, goes on from there.
     (stopped / "checkpoints" / "6").rename(tmp_path / "lost")
     code, said = start(stopped)
     assert code == train.EXIT_DONE
-    assert "resumed at step 4\n" in said
+    assert "resumed at step 4 (step 2/4)\n" in said
     want_equal(stopped, whole)
 
 
@@ -209,10 +209,10 @@ def test_ctrl_c_in_mid_step_ends_the_run_at_once_and_the_same_command_ends_as_if
     with pytest.raises(KeyboardInterrupt):  # some episodes of the first step have begun
         start(stopped, "train", after=1, signal=signal.SIGINT)
     assert [path.name for path in (stopped / "checkpoints").iterdir()] == ["2"]
-    assert command(stopped) == (130, "stopped; the same command goes on from the last checkpoint, step 2")
+    assert command(stopped) == (130, "stopped; the same command goes on from the last checkpoint, step 2 (warm-up 2/2)")
     code, said = start(stopped)
     assert code == train.EXIT_DONE
-    assert "resumed at step 2\n" in said
+    assert "resumed at step 2 (warm-up 2/2)\n" in said
     want_equal(stopped, whole)
 
 

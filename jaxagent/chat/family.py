@@ -36,6 +36,7 @@ def template_of(checkpoint: str, options: ChatOptions | None = None) -> Template
         known = "; ".join(f"{dialect.family} ({' '.join(dialect.control)})" for dialect in DIALECTS)
         raise ValueError(
             f"{checkpoint}: {_name(Path(checkpoint))} has a tokenizer of no known chat family, or no chat template. "
+            "Take its instruction-tuned checkpoint, or put the chat_template.jinja of that beside the weights. "
             f"Families are recognised by their control tokens: {known}"
         )
     try:

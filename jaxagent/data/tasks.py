@@ -116,7 +116,8 @@ def numbered(path: str | Path, required: Sequence[str] = ()) -> list[tuple[int, 
             raise ValueError(f"{path}, line {number}: not UTF-8 ({error.reason} at byte {error.start})") from None
         if not isinstance(record, dict):
             raise ValueError(f"{path}, line {number}: an object is wanted, got {type(record).__name__}")
-        missing = [key for key in required if key not in record]
+        wanting = (key for key in required if record.get(key) is None)  # null is no value, as in Parquet
+        missing = [f"{key} (it is null)" if key in record else key for key in wanting]
         if missing:
             raise ValueError(f"{path}, line {number}: missing {', '.join(missing)}; got {', '.join(record) or 'nothing'}")
         records.append((number, record))

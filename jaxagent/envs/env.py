@@ -7,10 +7,13 @@ error but an observation. `(task, seed)` reproduces the episode; a group is seve
 
 from __future__ import annotations
 
+import difflib
 import importlib
+import os
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 from jaxagent.types import Message, ToolRecord, ToolSpec
@@ -131,6 +134,13 @@ def end(world: World) -> None:
     getattr(world, "close", lambda: None)()
 
 
+def _near(name: str) -> str:
+    """A hint at the world that was perhaps meant."""
+    worlds = [file.stem for file in Path(__file__).parent.glob("*.py") if "\nmake_world = " in file.read_text()]
+    near = difflib.get_close_matches(name, worlds, n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
 def find(name: str) -> Callable[..., World]:
     """What makes the world `name`, a file of this folder or a dotted module; its parameters are the world's options."""
     module = name if "." in name else f"jaxagent.envs.{name}"
@@ -139,7 +149,9 @@ def find(name: str) -> Callable[..., World]:
     except ModuleNotFoundError as error:
         if not f"{module}.".startswith(f"{error.name}."):  # something that the world itself imports
             raise
-        raise ValueError(f"env.name must be a file of jaxagent/envs or a dotted module; got {name!r}") from None
+        hint = f"; nothing of that name is installed or in a folder of PYTHONPATH={os.environ.get('PYTHONPATH', '')}"
+        hint = hint if "." in name else _near(name)
+        raise ValueError(f"env.name must be a file of jaxagent/envs or a dotted module; got {name!r}{hint}") from None
     if not hasattr(found, "make_world"):
         raise ValueError(f"env.name={name!r}: module {module} has no `make_world`")
     return found.make_world

@@ -62,7 +62,10 @@ def read_config(path: str | Path) -> DecoderConfig:
     """The decoder of a checkpoint directory. Raises ValueError for a missing directory or an unsupported model."""
     path = Path(path)
     if not (path / "config.json").is_file():
-        raise ValueError(f"{path}: a Hugging Face checkpoint directory with config.json is wanted, there is none")
+        raise ValueError(
+            f"{path}: a Hugging Face checkpoint directory with config.json is wanted, there is none; nothing is downloaded "
+            "here: hf download NAME --local-dir=DIR does that"
+        )
     try:
         hf = json.loads((path / "config.json").read_text())
     except ValueError as error:

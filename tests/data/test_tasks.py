@@ -136,6 +136,7 @@ def test_line_ends_inside_a_json_string_are_not_line_ends_of_the_file(tmp_path: 
         ('{"id": 1}\n[1, 2]\n', "line 2: an object is wanted, got list"),
         ('{"id": 1}\n"text"\n', "line 2: an object is wanted, got str"),
         ('{"name": "x", "other": 1}\n', "line 1: missing id; got name, other"),
+        ('{"name": "x", "id": null}\n', r"line 1: missing id \(it is null\)"),
         ("{}\n", "line 1: missing id; got nothing"),
         (b'{"id": 1}\n{"id": "\xff"}\n', r"line 2: not UTF-8 \(invalid start byte at byte 8\)"),
         ("\n \n", "nothing in it"),
