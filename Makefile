@@ -47,10 +47,10 @@ vendors: $(VENV)/vendors/done $(VENV)/prime/done  ## the sandbox's adapters agai
 		tests/toolbox/test_model_context.py tests/data/test_records.py -k "not prime_s_messages" $(ARGS)
 	$(OUTSIDE) $(VENV)/prime/bin/python -m pytest -rs tests/sandbox_client/test_vendor_clients.py -k prime_s_messages $(ARGS)
 
-# Installs every world that is wanting here and has the programs that it needs, Pythons 3.11 and 3.12 among them; the skips tell of
-# the others.
+# Installs every world that is wanting here: with Java, Chromium, Xvfb and xdotool, cmake and a C++ compiler, Pythons 3.11 and 3.12,
+# all of them. A world that lacks one of the first four skips its tests and says so; one that could not be installed fails them.
 worlds: export JAXAGENT_ENVS = $(CURDIR)/$(VENV)/worlds
-worlds: $(VENV)/dev $(VENV)/vendors/done  ## the worlds that others make, each in an environment of its own
+worlds: $(VENV)/dev $(VENV)/vendors/done  ## the worlds that others make, each in an environment of its own; 6 GB
 	-$(BIN)/jaxagent env list | sed -n 's/.*; run: jaxagent env install \([a-z_]*\).*/\1/p' | \
 		xargs -r -n 1 $(BIN)/jaxagent env install
 	$(BIN)/jaxagent env list

@@ -13,6 +13,7 @@ from jaxagent.envs.env import Step, Task, World, end
 from jaxagent.types import Message
 
 _WORLDS: list[World] = []
+PATIENCE_S = 600.0  # for one call: a hang fails by this, a busy machine does not
 
 
 @pytest.fixture(autouse=True)
@@ -26,7 +27,7 @@ def ended() -> Iterator[None]:
 def made(make: Any, **options: Any) -> Any:
     """The world, if what it needs is here."""
     try:
-        world = make(workers=1, **options)
+        world = make(workers=1, timeout_s=PATIENCE_S, **options)
         _WORLDS.append(world)
         return world
     except ValueError as error:

@@ -171,7 +171,8 @@ class Worker:
         return ""
 
     def _wait_until_ready(self, line: socket.socket) -> str:
-        answer, fault = self._receive(line, time.monotonic() + self.kind.start_s)
+        start_s = self.kind.start_s
+        answer, fault = self._receive(line, time.monotonic() + start_s, f"it said nothing within {start_s:g} s")
         if not fault and answer != {"ready": True}:
             fault = f"its first words were {str(answer)[:80]!r}"
         if fault:
@@ -181,22 +182,23 @@ class Worker:
     def _exchange(self, line: socket.socket, request: dict[str, Any]) -> tuple[Any, str]:
         """An answer, and what is wrong with the worker."""
         where = f"world {self.kind.name}, {request['call']}"
-        until = time.monotonic() + self.kind.timeout_s
+        limit_s = self.kind.timeout_s
+        until = time.monotonic() + limit_s
         try:
-            line.settimeout(self.kind.timeout_s)
+            line.settimeout(limit_s)
             line.sendall(json.dumps(request).encode() + b"\n")
         except TimeoutError:
-            return None, f"{where}: not taken within {self.kind.timeout_s:g} s (env.options.timeout_s)"
+            return None, f"{where}: not taken within {limit_s:g} s (env.options.timeout_s)"
         except OSError:
             return None, f"{where}: {self._ended()}"
-        answer, fault = self._receive(line, until)
+        answer, fault = self._receive(line, until, f"no answer within {limit_s:g} s (env.options.timeout_s)")
         if fault:
             return None, f"{where}: {fault}"
         known = isinstance(answer, dict) and answer.get("id") == request["id"] and ("said" in answer or "error" in answer)
         return answer, "" if known else f"{where}: the worker answered {str(answer)[:80]!r}, which answers nothing"
 
-    def _receive(self, line: socket.socket, until: float) -> tuple[Any, str]:
-        """The next line as JSON, and what is wrong with the worker."""
+    def _receive(self, line: socket.socket, until: float, late: str) -> tuple[Any, str]:
+        """The next line as JSON, and what is wrong with the worker: `late` where there is none at that time."""
         parts = [self._rest]
         while b"\n" not in parts[-1]:
             left = until - time.monotonic()
@@ -204,7 +206,7 @@ class Worker:
                 line.settimeout(max(left, 1e-3))
                 part = line.recv(1 << 16)
             except TimeoutError:
-                return None, "no answer in time (env.options.timeout_s)"
+                return None, late
             except OSError:
                 part = b""
             if not part:

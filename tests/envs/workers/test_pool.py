@@ -124,7 +124,7 @@ def test_a_worker_that_hangs_is_ended_at_the_deadline() -> None:
     try:
         place = begun(pool)
         pid = pid_of(place)
-        with pytest.raises(WorkerFault, match=r"misbehaving, step: no answer in time \(env\.options\.timeout_s\)"):
+        with pytest.raises(WorkerFault, match=r"misbehaving, step: no answer within 1 s \(env\.options\.timeout_s\)"):
             act(place, "hang")
         assert gone(pid)
         pool.give_back(place)
@@ -225,8 +225,12 @@ def test_closing_ends_a_worker_that_hangs_and_tells_who_waits(monkeypatch: pytes
     assert waiting.cancelled()
 
 
-def test_an_interpreter_or_an_adapter_that_is_not_there_is_told() -> None:
+def test_an_interpreter_or_an_adapter_that_is_not_there_or_says_nothing_is_told(tmp_path: Path) -> None:
+    silent = tmp_path / "silent"
+    silent.write_text("#!/bin/sh\nexec sleep 600\n")
+    silent.chmod(0o755)
     for kind, said in (
+        (replace(KIND, python=silent, start_s=0.2), r"its worker did not start: it said nothing within 0\.2 s$"),
         (replace(KIND, python=Path("/nowhere/python")), "cannot be started: No such file or directory"),
         (
             replace(KIND, adapter=ADAPTER.with_name("nothing.py")),
