@@ -166,17 +166,23 @@ def test_every_wait_for_the_sandbox_may_fail_and_the_other_episodes_go_on() -> N
 
 
 class Breaking(ScriptedSampler):
-    """Breaks off in the middle of the turn that is asked for with the word."""
+    """Breaks off, once in an episode, in the middle of the turn that is asked for with the word."""
+
+    def __init__(self, template: Any, write: Any):
+        super().__init__(template, write)
+        self.broken: set[str] = set()
 
     async def generate(self, request: SampleRequest) -> Sample:
         sample = await super().generate(request)
-        if "break" in self.template.text(request.tokens):
+        episode = request.trajectory.rpartition("/")[0]
+        if "break" in self.template.text(request.tokens) and episode not in self.broken:
+            self.broken.add(episode)
             raise RuntimeError("broken off")
         return sample
 
 
 async def program(task: Task, url: str, key: str) -> float:
-    """Asks for a whole turn, a streamed one, one that is refused, and one that breaks off in mid-stream."""
+    """Asks for a whole turn, a streamed one, one that is refused, and twice for one that breaks off the first time."""
     async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {key}"}) as http:
 
         async def ask(*messages: str, stream: bool = True) -> tuple[int, str]:
@@ -190,6 +196,8 @@ async def program(task: Task, url: str, key: str) -> float:
         assert (await ask())[0] == 400
         status, events = await ask("break")
         assert status == 200 and '"error"' in events
+        status, events = await ask("break")
+        assert status == 200 and events.rstrip().endswith("data: [DONE]")
     return 1.0
 
 
