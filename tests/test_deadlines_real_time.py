@@ -215,12 +215,13 @@ def test_every_wait_of_a_program_and_at_its_door_may_fail_and_the_other_episodes
     with found.within(programs, session, serve) as places:
         broken = tried(found, [place for place in places if place not in OF_THE_COMMAND], scene)
     for (place, kind), rows in broken.items():
-        # who waits for the server's start waits with the first
-        assert len({row.group for row in rows}) <= (2 if "_serving" in place or "Server.start" in place else 1), (place, kind)
+        door = "_serving" in place or "Server.start" in place
+        # Who waits for the server's start waits with the first; at its deadline the server may have begun, its program not.
+        assert len({row.group for row in rows}) <= (2 if door else 1), (place, kind)
         if not place.endswith((".stop()", ".cleanup()")):
             assert rows or kind != "hang", place
-        waits_for = "door" if any(word in place for word in ("_serving", "Server.start")) else "program"
-        assert all(row.error.endswith(f"; waiting for the {waits_for}") for row in rows), place
+        waits = {row.error.rpartition("; waiting for the ")[2] for row in rows}
+        assert waits <= {"door", "program"} and "door" in waits if door and rows else waits <= {"program"}, (place, kind, waits)
 
 
 # ====================================================================== a model behind an endpoint
