@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import inspect
 import logging
 import os
 import re
@@ -41,13 +42,15 @@ class Checkpoints:
             self._manager.save(step, args=ocp.args.Composite(**items, facts=ocp.args.JsonSave(facts)))
 
     def facts(self, step: int) -> dict[str, Any]:
-        """The JSON object of a checkpoint, without its arrays."""
-        return self._manager.restore(step, args=ocp.args.Composite(facts=ocp.args.JsonRestore())).facts
+        """The JSON object of a checkpoint, without its arrays. Raises ValueError where it cannot be read."""
+        with self._readable(step):
+            return self._manager.restore(step, args=ocp.args.Composite(facts=ocp.args.JsonRestore())).facts
 
     def trees(self, step: int, like: dict[str, Any]) -> dict[str, Any]:
-        """The named trees with the shapes and placements of `like`, on whatever mesh that is."""
+        """The named trees with the shapes and placements of `like`, on whatever mesh that is. Raises as `facts` does."""
         targets = {name: ocp.args.StandardRestore(jax.tree.map(_abstract, tree)) for name, tree in like.items()}
-        restored = self._manager.restore(step, args=ocp.args.Composite(**targets))
+        with self._readable(step):
+            restored = self._manager.restore(step, args=ocp.args.Composite(**targets))
         return {name: restored[name] for name in like}
 
     def wait(self) -> None:
@@ -65,6 +68,25 @@ class Checkpoints:
         return max((int(path.name) for path in self._folder.glob("*") if path.name.isdecimal()), default=None)
 
     @contextmanager
+    def _readable(self, step: int) -> Iterator[None]:
+        """Has what a damaged file leads to, in whichever library, be one line that says what to do."""
+        try:
+            yield
+        except (RuntimeError, MemoryError):  # of the machine
+            raise
+        except Exception as error:
+            cause: BaseException = error
+            while cause.__cause__:
+                cause = cause.__cause__
+            why = str(cause).partition("\n")[0].rstrip(".") or type(cause).__name__
+        else:
+            return
+        here, before = self._folder / str(step), max((at for at in self.steps() if at < step), default=None)
+        then = "begins anew" if before is None else f"goes on from {self._folder / str(before)}"
+        text = f"{here} cannot be read: {why}; if a file there was lost or changed, move the folder away: the run then {then}"
+        raise ValueError(text)  # outside, so that nothing holds the frames of reads that have not ended
+
+    @contextmanager
     def _told(self) -> Iterator[None]:
         """Has a fault of the disk, which arrives as words from a library, be the OSError that it is."""
         try:
@@ -80,7 +102,7 @@ class Checkpoints:
 def _tell_faults_once() -> None:
     """Each thread of Orbax that a fault meets writes a traceback of it too; `save` and `wait` raise it, and that is enough.
 
-    Nor is it news that what a killed run had half written is written anew.
+    Nor is it news that what a killed run had half written is written anew, or that two files of a checkpoint cannot be read.
     """
     raised = ("futures/future.py", "checkpointers/async_checkpointer.py", "metadata/checkpoint.py", "checkpoint_manager.py")
 
@@ -92,7 +114,9 @@ def _tell_faults_once() -> None:
     before = sys.unraisablehook
 
     def hook(told: sys.UnraisableHookArgs) -> None:
-        if not (told.object is None and str(told.exc_value) == "Event loop is closed"):  # of a write that nobody waits for
+        unwaited = told.object is None and str(told.exc_value) == "Event loop is closed"  # of a write that nobody waits for
+        another = inspect.iscoroutine(told.object) and "orbax" in told.object.cr_code.co_filename  # of reads, one was told
+        if not (unwaited or another):
             before(told)
 
     sys.unraisablehook = hook

@@ -5,12 +5,13 @@ from __future__ import annotations
 import errno
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -143,6 +144,29 @@ def test_the_last_whole_step_is_read_from_the_disk_not_from_what_was_asked_for(
     checkpoints.wait()
     (tmp_path / "checkpoints" / "6.orbax-checkpoint-tmp").mkdir()
     assert checkpoints.whole() == 3
+
+
+@pytest.mark.parametrize("part", ["params", "facts"])
+@pytest.mark.parametrize("harm", ["cut", "changed", "lost"])
+def test_a_damaged_checkpoint_is_named_with_the_one_to_go_on_from(tmp_path: Path, harm: str, part: str) -> None:
+    folder = tmp_path / "checkpoints"
+    trees = {"params": {name: jax.random.normal(jax.random.key(i), (1 << 12,)) for i, name in enumerate("abc")}}
+    saving = Checkpoints(folder, keep=2)
+    for step in (1, 2):
+        saving.save(step, trees, {"step": step})
+    saving.close()
+    files = [folder / "2/facts/metadata"] if part == "facts" else list((folder / "2/params/ocdbt.process_0/d").iterdir())
+    file = max(files, key=lambda path: path.stat().st_size)
+    whole = file.read_bytes()
+    file.unlink() if harm == "lost" else file.write_bytes(whole[: len(whole) // 2] if harm == "cut" else bytes(len(whole)))
+    with closing(Checkpoints(folder, keep=2)) as checkpoints:
+        with pytest.raises(ValueError, match=f"^{folder}/2 cannot be read: .*; .* the run then goes on from {folder}/1$"):
+            checkpoints.facts(2) if part == "facts" else checkpoints.trees(2, trees)
+        assert checkpoints.facts(1) == {"step": 1}
+        assert_equal(checkpoints.trees(1, trees), trees)
+    shutil.rmtree(folder / "1")
+    with closing(Checkpoints(folder, keep=2)) as alone, pytest.raises(ValueError, match=r"the run then begins anew$"):
+        alone.facts(2) if part == "facts" else alone.trees(2, trees)
 
 
 def test_a_disk_that_takes_no_more_is_told_as_the_fault_that_it_is_and_what_was_saved_stays(
