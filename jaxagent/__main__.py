@@ -2,7 +2,7 @@
 
 jaxagent train    --config=FILE[:ARG] --workdir=DIR [--config.KEY=VALUE ...] [--coordinator=HOST:PORT --processes=N --process=I]
 jaxagent finetune --config=FILE[:ARG] --workdir=DIR [--config.KEY=VALUE ...]
-jaxagent eval     --workdir=DIR [--tasks=N] [--rollouts=K] [--split=test] [--temperature=T] [--to=DIR]
+jaxagent eval     --workdir=DIR [--tasks=N] [--rollouts=K] [--split=test] [--temperature=T] [--to=DIR] [--json]
 jaxagent eval     --workdir=DIR --follow [--to=DIR] [...]
 jaxagent eval     --workdir=DIR|--config=FILE[:ARG] --endpoint=URL --model=NAME [--key-env=VARIABLE] [...]
 jaxagent generate --checkpoint=DIR --prompt=TEXT [--temperature=T] [--max-tokens=N]
@@ -176,6 +176,7 @@ def add_eval(evaluate: argparse.ArgumentParser) -> None:
     evaluate.add_argument("--top-p", type=float, help="default: 1")
     evaluate.add_argument("--max-tokens", type=count, help="of a turn; default: sampling.max_tokens of the run")
     evaluate.add_argument("--to", default="", help="folder in which episodes are kept; default: evals in the workdir, or here")
+    evaluate.add_argument("--json", action="store_true", help="the whole table, as it is kept there")
     evaluate.add_argument("--endpoint", default="", help="what to ask instead of a checkpoint, as https://HOST/v1")
     evaluate.add_argument("--model", default="", help="its name there")
     evaluate.add_argument("--key-env", default="", metavar="VARIABLE", help="the environment variable that holds the key")
@@ -190,8 +191,8 @@ def eval_options(options: dict[str, Any], home: Any) -> dict[str, Any]:
     asked = home.Asked(**{name: options[name] for name in home.Asked.__annotations__})
     url, variable = options["endpoint"], options["key_env"]
     if options["follow"]:
-        if url or not options["workdir"]:
-            raise ValueError("--follow evaluates the checkpoints of a run: give --workdir, and no --endpoint")
+        if url or options["json"] or not options["workdir"]:
+            raise ValueError("--follow evaluates the checkpoints of a run: give --workdir, and no --endpoint or --json")
         return {"asked": asked}
     if bool(url) != bool(options["model"]):
         raise ValueError("--endpoint and --model belong together")
@@ -362,7 +363,7 @@ def call(command: str, home: Any, overrides: Sequence[str], options: dict[str, A
     if command == "serve":
         options = serve_options(options, home)
     if command == "eval":
-        options = {**eval_options(options, home), "overrides": overrides}
+        options = {**eval_options(options, home), "overrides": overrides, "as_json": options["json"]}
     if command == "eval follow":
         options = eval_options(options, home)
     done = {

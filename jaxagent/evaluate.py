@@ -29,6 +29,7 @@ from jaxagent.hosts import ALONE, Hosts
 from jaxagent.journal import Journal
 from jaxagent.models.frozen import digest
 from jaxagent.parts import Sandbox, build, restore_weights, use_devices
+from jaxagent.progress import Progress
 from jaxagent.rollout import RolloutOptions, Rollouts, Stopped, wait
 from jaxagent.types import Group, Sampling, Trajectory, by_rollout
 
@@ -198,8 +199,14 @@ class Asked:
         return held_out(config, self.temperature, self.top_p, self.max_tokens)
 
 
-def report(asked: Asked, endpoint: EndpointOptions | None = None, overrides: Sequence[str] = (), concurrency: int = 8) -> int:
-    """The command `jaxagent eval`: scores the last checkpoint of a run, or an endpoint, and prints the table as JSON.
+def report(
+    asked: Asked,
+    endpoint: EndpointOptions | None = None,
+    overrides: Sequence[str] = (),
+    concurrency: int = 8,
+    as_json: bool = False,
+) -> int:
+    """The command `jaxagent eval`: scores the last checkpoint of a run, or an endpoint, and prints the table.
 
     Every episode that ends is kept, and the same command goes on with those after it was stopped. What another world, policy or
     setting played is in another folder.
@@ -214,7 +221,8 @@ def report(asked: Asked, endpoint: EndpointOptions | None = None, overrides: Seq
     with made as (rollouts, world, policy):
         said = {"policy": policy, **settings}
         home = Path(asked.to or Path(asked.workdir) / "evals")
-        table, rows = kept(rollouts, world, sampling, said, folder_of(home, {**said, **place_of(config)}))
+        folder = folder_of(home, {**said, **place_of(config)})
+        table, rows = kept(rollouts, world, sampling, said, folder)
     player = rollouts.agent
     if isinstance(player, Endpoint) and player.fault:
         raise ValueError(f"--endpoint={player.fault}")
@@ -223,8 +231,30 @@ def report(asked: Asked, endpoint: EndpointOptions | None = None, overrides: Seq
         print(
             f"{table['broken']} episodes broke and count nowhere, most of them: {faults.most_common(1)[0][0]}", file=sys.stderr
         )
-    print(json.dumps(table, indent=2))
+    if as_json:
+        print(json.dumps(table, indent=2))
+    else:
+        show(table, folder)
     return 0
+
+
+def show(table: dict[str, Any], folder: Path) -> None:
+    """Prints the table for eyes."""
+
+    def row(name: str, success: float, ends: Sequence[float]) -> list[str]:
+        return [name, f"{success:.3f}", "{:.3f} to {:.3f}".format(*ends)]
+
+    rows = [row("success", table["success"], table["ci95"])]
+    for sign, name in (("@", "at"), ("^", "hat")):
+        shares, ends = table[f"pass_{name}_k"], table[f"ci95_{name}_k"]
+        rows += [row(f"pass{sign}{j}", share, ends[j]) for j, share in shares.items() if j != "1"]
+    levels = table["by_difficulty"].items()
+    rows += [row(f"  {level}", success, table["ci95_by_difficulty"][level]) for level, success in levels if len(levels) > 1]
+    rows += [[f"  {role}", f"{own['success']:.3f}", ""] for role, own in table.get("by_role", {}).items()]
+    progress, k = Progress(), table["k"]
+    title = f"{table['n']} tasks of {table['settings']['split']}, {k} episode{'s' * (k > 1)} each"
+    progress.table(title, ["", "success", "95 % interval"], rows)
+    progress.console.print(f"reward {table['reward']:.3f}, {table['turns']:.1f} turns an episode; all of it is in {folder}")
 
 
 def place_of(config: ConfigDict) -> dict[str, Any]:
@@ -249,16 +279,21 @@ def kept(
 ) -> tuple[dict[str, Any], list[Trajectory]]:
     """The table and the episodes. Those that are in the folder are taken from it, the others are put there as they end."""
     split, k = said["split"], said["rollouts"]
-    journal = Journal(folder / "journal", redraw=False, keep_broken=False)
+    journal, progress = Journal(folder / "journal", redraw=False, keep_broken=False), Progress(sys.stderr)
     try:
         if known := journal.begin(0)[0]:
             print(f"{known} episodes are there already, in {folder}", file=sys.stderr)
         named = tasks_of(world, split, said["tasks"])
         futures = rollouts.play(named, k, sampling, journal=journal)
-        groups = [Group.of(name, wait(members)) for (name, _), members in zip(named, futures, strict=True)]
+        groups: list[Group] = []
+        progress.start("tasks", 0)
+        for (name, _), members in zip(named, futures, strict=True):
+            groups.append(Group.of(name, wait(members)))
+            progress.step(len(groups), len(named), {})
         if journal.fault:
             raise ValueError(f"{folder}: {journal.fault.strerror or journal.fault}")
     finally:
+        progress.stop()
         journal.close()
     rows = [row for group in groups for row in group.rows]
     table = {**summarise([group.trajectories for group in groups], k), "settings": said}

@@ -183,8 +183,8 @@ def _scoring(config: ConfigDict, sampling: HeldOut, settings: dict[str, Any], ho
     def score(step: int, held: Path) -> tuple[dict[str, Any], float]:
         try:
             restore_weights(parts, held, 1)
-        except (FileNotFoundError, KeyError, ValueError) as error:  # training had begun to delete it
-            raise Unreadable(f"{str(error)[:200]} ...") from error
+        except ValueError as error:  # training had begun to delete it
+            raise Unreadable(str(error).partition(";")[0]) from error
         if parts.selves:  # as the run's own evaluation of this step does, which counts from the end of the warm-up
             parts.selves.sit(step - config.warmup.steps)
         said = {"policy": {"step": step, "weights": int(jax.jit(digest)(parts.learner.params))}, **settings}

@@ -51,8 +51,8 @@ class Progress:
         now = time.monotonic()
         pace = (now - self._phase_began) / max(1, step - self._first_step)
         left = clock(pace * (steps - step))
-        numbers = "  ".join(f"{name} {value}" for name, value in shown.items())
-        text = f"{self._phase} {step}/{steps}  {numbers}  left {left}"
+        numbers = [f"{name} {value}" for name, value in shown.items()]
+        text = "  ".join([f"{self._phase} {step}/{steps}", *numbers, f"left {left}"])
         if self._live:
             self._live.update(Text(f"{now - self.began:6.1f} s  {text}  ") + Text(spark(self._curve), style="green"))
         elif step == steps or now - self._last_line >= PLAIN_EVERY_S:

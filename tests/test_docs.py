@@ -239,7 +239,7 @@ LEFT: dict[str, Callable[[Path, str], object]] = {  # what must be there after e
     "train": lambda place, _: json.loads((place / "runs/mine/eval.json").read_text())["after"]["n"] == 4,
     "finetune": lambda place, _: (place / "runs/sft/checkpoints/4").is_dir(),
     "plan": lambda _, said: "the most at once" in said and "programs to compile" in said,
-    "eval": lambda place, said: "pass_at_k" in said and len(list((place / "runs/mine/evals").iterdir())) == 1,
+    "eval": lambda place, said: "pass@8" in said and len(list((place / "runs/mine/evals").iterdir())) == 1,
     "eval --follow": lambda place, _: (
         [json.loads(line)["step"] for line in (place / "runs/mine/evaluations.jsonl").read_text().splitlines()] == [72, 73]
     ),

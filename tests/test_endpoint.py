@@ -240,7 +240,7 @@ def test_an_answer_of_another_shape_is_a_fault() -> None:
 
 
 def evaluated(url: str, *more: str) -> int:
-    where = [f"--config={QUICKSTART}", f"--endpoint={url}/v1", f"--model={NAME}", "--attempts=1"]
+    where = [f"--config={QUICKSTART}", f"--endpoint={url}/v1", f"--model={NAME}", "--attempts=1", "--json"]
     return main(["eval", *where, "--tasks=6", "--rollouts=2", "--concurrency=3", "--config.rollout.attempts=1", *more])
 
 

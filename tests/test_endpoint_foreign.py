@@ -108,7 +108,7 @@ def test_a_checkpoint_of_ours_plays_a_world_of_ours_behind_a_server_of_others(
     asked += ["--tasks=4", "--rollouts=2", "--concurrency=1", "--attempts=2", "--config.rollout.attempts=1"]
     tables, said = [], []
     for _ in range(2):
-        assert main(["eval", *asked, "--config.agent.max_turns=2"]) == 0
+        assert main(["eval", *asked, "--json", "--config.agent.max_turns=2"]) == 0
         printed = capsys.readouterr()
         tables.append(json.loads(printed.out))
         said.append(printed.err)

@@ -114,7 +114,7 @@ def test_mixed_selection_replaces_groups_without_a_signal_until_the_step_is_full
 def test_groups_that_one_step_is_to_train_on_are_wanted_at_once_also_where_groups_were_replaced() -> None:
     """The first step takes five groups; so the second leaves the queue with room for one step, of groups 13 to 16."""
     with feeding(prompts=4, rollouts=2, max_rounds=10, max_staleness=2) as feed:
-        taken = [len(feed.take(mixed=True, version=step, steps_left=3 - step)[1]) for step in range(2)]
+        taken = [len(feed.take(mixed=True, version=step, steps_left=3 - step)[1]) for step in range(3)]
         asked: Any = feed.rollouts.agent.sampler.requests  # type: ignore[union-attr]
         wave = {int(request.trajectory.split("#")[0].removeprefix("train/")): -request.rank()[0] for request in asked}
     assert taken[0] == 5

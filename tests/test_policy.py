@@ -149,7 +149,7 @@ def test_a_base_that_was_exchanged_is_noticed(
 
 
 def test_evaluating_and_generating_with_adapters(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert command(["eval", f"--workdir={whole}"]) == 0
+    assert command(["eval", f"--workdir={whole}", "--json"]) == 0
     told, own = json.loads(capsys.readouterr().out), json.loads((whole / "eval.json").read_text())["after"]
     assert told["settings"].pop("policy")["step"] == own["settings"].pop("policy")["step"]
     assert told == own and told["settings"]["split"] == "test"

@@ -373,7 +373,7 @@ def test_the_export_of_a_run_is_its_policy_and_generates(
 
 
 def test_evaluating_a_workdir_repeats_its_last_evaluation(whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert command(["eval", f"--workdir={whole}"]) == 0
+    assert command(["eval", f"--workdir={whole}", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     table = json.loads((whole / "eval.json").read_text())["after"]
     here, there = told.pop("settings"), table.pop("settings")
