@@ -111,6 +111,14 @@ def told_in(phase: str) -> Iterator[Chapter]:
             thread.join()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def late() -> Iterator[None]:
+    """A signal of an episode that had not heard that its run is over ends nobody."""
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
 @pytest.fixture(scope="module")
 def config() -> ConfigDict:
     return configured(*SHORT)
