@@ -415,7 +415,7 @@ def test_a_program_ends_when_it_does_whatever_it_leaves_running() -> None:
     said = asyncio.run(asyncio.wait_for(episode.run(task, Door("http://127.0.0.1:9", "k")), 30.0))
     outcome = asyncio.run(episode.earned(task, said, Message("assistant")))
     assert outcome.reward == 1.0
-    stat, until = Path(f"/proc/{outcome.reason.strip()}/stat"), time.monotonic() + 10.0
+    stat, until = Path(f"/proc/{outcome.reason.strip()}/stat"), time.monotonic() + 60.0
     while stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z":  # killed, and not gone yet
         assert time.monotonic() < until
         time.sleep(0.01)

@@ -76,7 +76,7 @@ def test_a_stopped_run_goes_on_against_the_same_opponents(whole: Path, tmp_path:
 
 
 def test_an_evaluation_of_a_checkpoint_seats_its_own_earlier_versions(whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert evaluate.report(evaluate.Asked(str(whole))) == 0
+    assert evaluate.report(evaluate.Asked(str(whole)), as_json=True) == 0
     table = json.loads(capsys.readouterr().out)
     assert table["broken"] == 0
     own = json.loads((whole / "eval.json").read_text())["after"]

@@ -17,7 +17,9 @@ import pytest
 
 REPOSITORY = Path(__file__).parents[2]
 HERE = Path(__file__).parent
-ORDINARY_UID = 64123
+# Of one worker of the tests: the limit of processes counts all of a user.
+ORDINARY_UID = 64123 + int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+PATIENCE_S = 60.0  # a hang fails by this; nothing is measured
 IS_ROOT = os.geteuid() == 0
 
 _UNSHARE = {"x86_64": 272, "aarch64": 97}[os.uname().machine]

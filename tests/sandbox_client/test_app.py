@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from conftest import Start, ask, raw
-from launching import Running
+from launching import PATIENCE_S, Running
 
 from sandbox_client import RequestRefused, wire
 
@@ -93,7 +93,7 @@ def test_metrics_tell_of_level_children_and_where_the_time_went(server: Running)
         text = (await raw(server, "GET", "/metrics"))[1]["text"].decode()
         before = dict(line.rsplit(" ", 1) for line in text.splitlines())  # sessions wait for children too
         await raw(server, "POST", "/run_code", {"code": "1", "language": "python"})
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE_S):
             while True:  # until both processes are dead
                 text = (await raw(server, "GET", "/metrics"))[1]["text"].decode()
                 lines = dict(line.rsplit(" ", 1) for line in text.splitlines())

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from conftest import Start, raw
-from launching import IS_ROOT, Running, descendants
+from launching import IS_ROOT, PATIENCE_S, Running, descendants
 
 Ask = Callable[..., Awaitable[dict[str, Any]]]
 
@@ -147,7 +147,7 @@ def test_what_ends_one_branch_ends_no_other_and_nothing_is_left(jailed: Running)
         assert (await stem.exec("6 * 7", third))["value"] == "42"
         await stem.branch(1)
         assert (await stem.exec("import os; os._exit(0)"))["session_lost"] is True  # the stem takes its copies with it
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + PATIENCE_S
         while (await stem.exec("1", third))["status"] == 200:
             assert time.monotonic() < deadline
         while (await _gauge(jailed, "children_ordered_dead")) or len(descendants(pid)) > 40:

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -11,7 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from launching import HERE, REPOSITORY, descendants
+from launching import HERE, PATIENCE_S, REPOSITORY, descendants
 
 from sandbox_client import EmbeddedServer, InfrastructureError, Outcome, SandboxClient, SandboxStartError
 
@@ -94,9 +95,10 @@ import os, sys
 from sandbox_client import EmbeddedServer
 server = EmbeddedServer(functions=("counting",), code="auto")
 server.start()
-if os.fork() == 0:
-    import time; time.sleep(3); os._exit(0)  # such a copy holds every descriptor of the trainer
-print(server.ready_line, flush=True)
+copy = os.fork()
+if copy == 0:
+    import time; time.sleep(600); os._exit(0)  # it holds every descriptor of the trainer
+print(server.ready_line, copy, sep="\\n", flush=True)
 {ending}
 """
     environment = {**os.environ, "PYTHONPATH": f"{REPOSITORY}:{HERE}", "API_KEY": "the-key-of-the-trainer"}
@@ -104,12 +106,15 @@ print(server.ready_line, flush=True)
     trainer = subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, text=True)
     assert trainer.stdout is not None
     with trainer.stdout:
-        pid = json.loads(trainer.stdout.readline())["pid"]
+        pid, copy = json.loads(trainer.stdout.readline())["pid"], int(trainer.stdout.readline())
     family = descendants(pid)
     for member in family:
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended already
             assert b"the-key-of-the-trainer" not in Path(f"/proc/{member}/environ").read_bytes()
     trainer.wait()
-    deadline = time.monotonic() + 5
-    while any(Path(f"/proc/{member}").exists() for member in family):
-        assert time.monotonic() < deadline, "the server has outlived its trainer"
+    deadline = time.monotonic() + PATIENCE_S
+    try:
+        while any(Path(f"/proc/{member}").exists() for member in family):
+            assert time.monotonic() < deadline, "the server has outlived its trainer"
+    finally:
+        os.kill(copy, signal.SIGKILL)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from conftest import Start, ask
-from launching import Running
+from launching import PATIENCE_S, Running
 from marked import init_with
 
 from sandbox_client import Outcome, SandboxClient, SessionLost
@@ -49,7 +49,7 @@ def _kill(mark: str) -> None:
 
 
 async def _kill_when_there(mark: str) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE_S):
         while True:
             with contextlib.suppress(LookupError):  # it is another process that gets there
                 return _kill(mark)

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 from conftest import Start, ask
-from launching import IS_ROOT, ORDINARY_UID, Running, descendants, environment
+from launching import IS_ROOT, ORDINARY_UID, PATIENCE_S, Running, descendants, environment
 from marked import processes_with
 
 from sandbox_client import CodeRefused, ExecResult, Outcome, RequestRefused, SandboxClient, SessionLost, cgroups, jail
@@ -151,7 +151,7 @@ def test_a_background_process_dies_with_its_session(besieged: Running, how: str)
         async with await client.open_session(f"survivor-{mark}") as session:
             result = await session.exec(how.format(mark), "bash")
             assert result.outcome is Outcome.OK, result
-            deadline = time.monotonic() + 5
+            deadline = time.monotonic() + PATIENCE_S
             alive: list[int] = []
             while not alive and time.monotonic() < deadline:
                 alive = processes_with(mark)
@@ -160,7 +160,7 @@ def test_a_background_process_dies_with_its_session(besieged: Running, how: str)
     alive = refused_or(besieged, leave_one)
     if alive is not None:
         assert alive >= 1  # or the test would prove nothing
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + PATIENCE_S
         while processes_with(mark):
             assert time.monotonic() < deadline, "a background process has survived its session"
 

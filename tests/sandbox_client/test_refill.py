@@ -6,6 +6,8 @@ import tempfile
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+from launching import PATIENCE_S
+
 from sandbox_client.groups import Limits
 from sandbox_client.line import ChildDied
 from sandbox_client.pool import Pool
@@ -16,7 +18,7 @@ LATER_S = 60.0
 
 
 async def _until(true: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE_S):
         while not true():  # noqa: ASYNC110 (the pool tells nobody)
             await asyncio.sleep(0.002)
 
@@ -82,7 +84,7 @@ def test_where_nothing_can_be_forked_everybody_who_waits_is_told() -> None:
         home = Path(tempfile.gettempdir(), f"sandbox-{pool.process_ids()[0]}")
         home.rmdir()
         home.write_text("no directory of a child can be made here")
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE_S):
             ends = await asyncio.gather(*(pool.take() for _ in range(3 * CORES)), return_exceptions=True)
         assert {type(end) for end in ends} == {ChildDied}
 

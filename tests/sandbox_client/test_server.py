@@ -18,7 +18,7 @@ from typing import Any
 import aiohttp
 import pytest
 from conftest import Start, ask, raw
-from launching import IS_ROOT, Running, command, descendants, environment, refused, serving
+from launching import IS_ROOT, PATIENCE_S, Running, command, descendants, environment, refused, serving
 from marked import processes_with
 
 from sandbox_client import CodeRefused, Outcome, RequestRefused, SandboxClient, Session, wire
@@ -158,14 +158,14 @@ def test_the_server_runs_fixed_functions_on_a_platform_without_linux_calls(place
 
     assert ask(running, call) == 4
     process.terminate()
-    assert process.communicate(timeout=10)[1] == ""
+    assert process.communicate(timeout=PATIENCE_S)[1] == ""
 
 
 def test_a_port_in_use_is_one_clear_sentence_and_code_2(place: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         words = command(f"--port={port}", f"--token-file={place}/token", "--code=off")
-        done = subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=20, check=False)
+        done = subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.splitlines() == [
         f"sandbox-server: cannot listen on 127.0.0.1:{port} (Address already in use): stop what uses the port or give --port=0"
@@ -223,7 +223,7 @@ def test_two_hundred_sessions_leave_nothing_behind(place: Path) -> None:
             await asyncio.gather(*(use(client, number) for number in range(50)))
 
         ask(running, wave)
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + PATIENCE_S
         while len(descendants(pid)) > 15:  # two zygotes, their supervisors and the children that wait
             assert time.monotonic() < deadline
         processes, descriptors = len(descendants(pid)), _descriptors(pid)
@@ -234,7 +234,7 @@ def test_two_hundred_sessions_leave_nothing_behind(place: Path) -> None:
         family = descendants(pid)
         assert bool(_groups_of(family)) == (running.ready["level"] == "L3")
         os.kill(pid, 15)
-        assert running.process.wait(10) == 0
+        assert running.process.wait(PATIENCE_S) == 0
     assert not [member for member in family if Path(f"/proc/{member}").exists()]
     assert not _groups_of(family)
     assert _mounts() == mounts
@@ -253,13 +253,13 @@ def test_sigkill_of_the_server_takes_every_program_with_it(place: Path) -> None:
 
         ask(running, start_one)
 
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + PATIENCE_S
         while not processes_with(mark):
             assert time.monotonic() < deadline
         os.kill(running.ready["pid"], 9)
         while processes_with(mark):
             assert time.monotonic() < deadline, "a program has outlived its server"
-        running.process.wait(10)
+        running.process.wait(PATIENCE_S)
 
 
 def test_a_server_that_has_lost_its_zygote_ends_and_says_so(place: Path) -> None:
@@ -272,9 +272,9 @@ def test_a_server_that_has_lost_its_zygote_ends_and_says_so(place: Path) -> None
             if len(descendants(child)) > 4:
                 zygote = child  # below the supervisor
         os.kill(zygote, 9)
-        running.process.wait(10)
+        running.process.wait(PATIENCE_S)
         assert "has died; start the server again" in (place / "log").read_text()
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + PATIENCE_S
         while any(Path(f"/proc/{member}").exists() for member in family):
             assert time.monotonic() < deadline, "a program has outlived the zygote"
 
@@ -318,7 +318,7 @@ def test_the_self_test_prints_a_table_and_judges() -> None:
 def test_off_loopback_a_certificate_or_a_proxy_is_wanted_and_a_token_file(place: Path) -> None:
     for flags in (("--host=0.0.0.0",), ("--host=0.0.0.0", "--tls-cert=a", "--tls-key=b"), ("--tls-cert=a",)):
         words = command("--port=0", "--code=off", *flags)
-        done = subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=20, check=False)
+        done = subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=PATIENCE_S, check=False)
         assert (done.returncode, done.stdout) == (2, "")
         assert "--tls-key" in done.stderr
     code, said = refused(place, "--host=0.0.0.0", "--tls-cert=/nowhere", "--tls-key=/nowhere", "--code=off")

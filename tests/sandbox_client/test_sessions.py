@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from conftest import Start, ask, raw
-from launching import IS_ROOT, Running
+from launching import IS_ROOT, PATIENCE_S, Running
 
 from sandbox_client import Outcome, RequestRefused, SandboxClient, SessionLost
 
@@ -50,7 +50,7 @@ def test_a_program_that_ends_itself_between_two_operations_has_ended_its_session
     async def wait_for_it(client: SandboxClient) -> None:
         async with await client.open_session("later") as session:
             await session.exec("import os, threading; threading.Timer(0.05, os._exit, (3,)).start()")
-            deadline = time.monotonic() + 5
+            deadline = time.monotonic() + PATIENCE_S
             with pytest.raises(SessionLost) as lost:
                 while time.monotonic() < deadline:
                     await session.exec("1")  # the one that meets the end is told of it, the next is refused
@@ -168,7 +168,7 @@ def test_an_idle_session_expires_with_its_reason(start: Start) -> None:
 
     async def wait(client: SandboxClient) -> None:
         session = await client.open_session("idle", "counting")
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + PATIENCE_S
         while (await client.ready()).sessions:
             assert time.monotonic() < deadline
         with pytest.raises(SessionLost, match=r"it was idle for 0\.2 s"):
