@@ -7,6 +7,7 @@ torch runs as it is shipped.
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Generator
@@ -55,6 +56,13 @@ def failed_if_lacking(report: Any) -> Any:
     if report.skipped and os.environ.get("JAXAGENT_ALL_INSTALLED") and any(why in str(report.longrepr) for why in LACKING):
         report.outcome = "failed"
     return report
+
+
+@pytest.fixture(scope="module", autouse=True)
+def settled() -> None:
+    """No collection looks again at what earlier modules have left, traces most of all: in the end one took seconds."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -146,15 +146,24 @@ def test_the_last_whole_step_is_read_from_the_disk_not_from_what_was_asked_for(
     assert checkpoints.whole() == 3
 
 
+@pytest.fixture(scope="module")
+def two_saves(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """A folder with the checkpoints 1 and 2, and what is in both."""
+    folder = tmp_path_factory.mktemp("two")
+    trees = {"params": {name: jax.random.normal(jax.random.key(i), (1 << 12,)) for i, name in enumerate("abc")}}
+    with closing(Checkpoints(folder, keep=2)) as saving:
+        for step in (1, 2):
+            saving.save(step, trees, {"step": step})
+    return folder, trees
+
+
 @pytest.mark.parametrize("part", ["params", "facts"])
 @pytest.mark.parametrize("harm", ["cut", "changed", "lost"])
-def test_a_damaged_checkpoint_is_named_with_the_one_to_go_on_from(tmp_path: Path, harm: str, part: str) -> None:
-    folder = tmp_path / "checkpoints"
-    trees = {"params": {name: jax.random.normal(jax.random.key(i), (1 << 12,)) for i, name in enumerate("abc")}}
-    saving = Checkpoints(folder, keep=2)
-    for step in (1, 2):
-        saving.save(step, trees, {"step": step})
-    saving.close()
+def test_a_damaged_checkpoint_is_named_with_the_one_to_go_on_from(
+    two_saves: tuple[Path, Any], tmp_path: Path, harm: str, part: str
+) -> None:
+    folder, (saved, trees) = tmp_path / "checkpoints", two_saves
+    shutil.copytree(saved, folder)
     files = [folder / "2/facts/metadata"] if part == "facts" else list((folder / "2/params/ocdbt.process_0/d").iterdir())
     file = max(files, key=lambda path: path.stat().st_size)
     whole = file.read_bytes()
