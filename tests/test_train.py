@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -379,6 +380,10 @@ def test_evaluating_a_workdir_repeats_its_last_evaluation(whole: Path, capsys: p
     here, there = told.pop("settings"), table.pop("settings")
     assert here.pop("policy")["step"] == there.pop("policy")["step"] > 0 and here["split"] == "test"
     assert (told, here) == (table, there)
+    assert command(["eval", f"--workdir={whole}"]) == 0
+    printed = capsys.readouterr().out
+    assert re.search(rf"success +{told['success']:.3f} +{told['ci95'][0]:.3f} to {told['ci95'][1]:.3f}", printed)
+    assert f"{told['n']} tasks of test" in printed and str(whole / "evals") in printed
 
 
 def test_training_goes_on_from_an_exported_checkpoint(whole: Path, tmp_path: Path) -> None:

@@ -112,7 +112,7 @@ def test_a_branch_is_locked_as_its_stem_and_out_of_its_siblings_reach(jailed: Ru
         await stem.exec("import os")
         first, second = await stem.branch(2)
         assert (await stem.exec(_FACTS, first))["value"] == "''"
-        await stem.exec("sleep 60 &", second, "bash")
+        await stem.exec("sleep 600 &", second, "bash")
         wait = "import socket\nline = socket.socket(socket.AF_UNIX)\nline.bind('\\0meet')\nline.listen()"
         assert (await stem.exec(wait, second))["outcome"] == "ok"
         meet = "import socket\nsocket.socket(socket.AF_UNIX).connect('\\0meet')"
@@ -122,7 +122,7 @@ def test_a_branch_is_locked_as_its_stem_and_out_of_its_siblings_reach(jailed: Ru
         assert (await stem.exec(find, first))["value"] == "[]"
         assert (await stem.exec(find, second))["value"] != "[]"
         bomb = "count = 0\nwhile count < 200:\n    try:\n        pid = os.fork()\n    except OSError: break\n"
-        bomb += "    if pid == 0:\n        import time; time.sleep(60)\n    count += 1\ncount"
+        bomb += "    if pid == 0:\n        import time; time.sleep(600)\n    count += 1\ncount"
         assert 0 < int((await stem.exec(bomb, first))["value"]) < 64
         reply = await stem.exec("sleep 0.01 & wait $!; echo 7", second, "bash")
         assert reply["stdout"] == "7\n", reply

@@ -216,7 +216,7 @@ def test_two_hundred_sessions_leave_nothing_behind(place: Path) -> None:
         async def use(client: SandboxClient, number: int) -> None:
             async with await client.open_session(f"use-{number}", "counting") as session:
                 if running.ready["code"]:
-                    await session.exec("import os\nif os.fork() == 0:\n    import time; time.sleep(60)")
+                    await session.exec("import os\nif os.fork() == 0:\n    import time; time.sleep(600)")
                 await session.call("add", {})
 
         async def wave(client: SandboxClient) -> None:
